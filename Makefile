@@ -1,4 +1,4 @@
-# `make demo` and `make test` do everything on a machine that has Python 3.10+ and make, and nothing else.
+# `make demo` and `make test` need only Python 3.10+ and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,13 +9,13 @@ help:
 	@echo "make demo    fine-tune the bundled model and show that it learned (minutes on a CPU)"
 	@echo "make test    run the tests"
 	@echo "make slow    run the longer tests"
-	@echo "make clusters  train on a real Ray, SLURM and sshd of this machine, as far as they are installed (about 10 minutes)"
-	@echo "make trackers  the tests of all trackers, Weave too, which brings 35 packages along"
-	@echo "make options  every value of every option in every context: it changes a run or is answered (about 20 minutes)"
-	@echo "make faults  500 kills, 2,000 corruptions, full disks, payloads, signals (about 20 minutes)"
-	@echo "make fuzz    20,000 requests with bad values, then 3,000 damaged files; each must end with exit code 0 or 2 (about 35 minutes)"
+	@echo "make clusters  train with the Ray, SLURM and sshd installed on this machine (about 10 minutes)"
+	@echo "make trackers  run the tests of all trackers, including Weave (35 more packages)"
+	@echo "make options  test every value of every option: it changes a run, or is rejected or reported (about 20 minutes)"
+	@echo "make faults  inject 500 kills, 2,000 corruptions, full disks, payloads, signals (about 20 minutes)"
+	@echo "make fuzz    run 20,000 requests with bad values, then 3,000 damaged files; each must end with exit code 0 or 2 (about 35 minutes)"
 	@echo "make check   lint, format, types, import directions, links of the docs"
-	@echo "make setup   only make the environment in $(VENV)"
+	@echo "make setup   only create the environment in $(VENV)"
 	@echo "make docs    write the options page and the map in CONTRIBUTING.md, then build the site in build/docs"
 
 setup: $(VENV)/.ready
@@ -25,7 +25,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing crosstune and its libraries into $(VENV) (a few minutes the first time)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e '.[torch,mlx,gguf,llamacpp,peft,bnb,hqq,quanto,data,latents,test,dev]'
+		-e '.[torch,mlx,gguf,llamacpp,peft,bnb,hqq,quanto,data,latents,sweep,ui,test,dev]'
 	touch $@
 
 demo: setup
@@ -33,7 +33,7 @@ demo: setup
 	@echo
 	$(BIN)/crosstune generate runs/demo --prompt "After 45 minutes, shut down the coffee maker in the garage."
 
-# One process a core, each with one thread: small models gain nothing from more.
+# One process per core, each with one thread: more threads do not speed up small models.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
@@ -41,13 +41,13 @@ test: setup
 slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n auto --dist loadfile
 
-# Ray is 75 MB and serves these tests alone; SLURM and sshd come from the system.
+# Ray (75 MB) is used only by these tests; SLURM and sshd come from the system.
 clusters: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/faults/test_ray_cluster.py \
 		tests/faults/test_slurm_cluster.py tests/faults/test_ssh_cluster.py
 
-# Of the trackers, the tests install all but Weave, whose packages are 75 MB more.
+# `make setup` installs all trackers except Weave, which needs 75 MB more.
 trackers: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[track]'
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/engine/test_trackers.py

@@ -3,8 +3,8 @@
     python benchmarks/checkpoints.py
     python benchmarks/checkpoints.py --model_name tiny --steps 12
 
-Both are printed as shares of a step's time on the same machine. Without the bundled model in the cache, a tiny one is
-taken, whose steps are so short that the shares say little.
+Both are printed as fractions of a step's time on the same machine. If the bundled model is not in the cache, a tiny model is
+used; its steps are so short that the fractions say little.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from crosstune.runs import execute, prepare
 from crosstune.runs import pipeline as run
 
 BUNDLED = "smollm2-135m"
-# All that a run does only because it continues: find and check the checkpoint, take up the record and the state.
+# The extra work of a resume: find and check the checkpoint, restore the record and the state.
 RESUMING = (
     (prepare, "read_request"),
     (RunRecord, "reopen"),
@@ -70,7 +70,7 @@ def timed() -> Iterator[dict[str, float]]:
 
 
 def measure(options: Mapping[str, Any], *, steps: int) -> dict[str, Any]:
-    """A run with a save every second step, then the same made longer by two steps."""
+    """Run with a save every second step, then extend the run by two steps."""
     first = run.train(make_config(**options, max_steps=steps), observers=[Quiet()])
     with timed() as parts:
         run.train(make_config(**options, max_steps=steps + 2, resume="auto"), observers=[Quiet()])

@@ -143,7 +143,7 @@ def make_model(family: str, folder: Path, tokens: Path) -> Path:
 def compare(
     model: Path, method: str, data: Path, runs: Path, *, tokens: Path, num_steps: int
 ) -> tuple[str, bool]:
-    """Train both sides; return what to print, and whether they agree. A clear refusal counts as agreement."""
+    """Train both sides; return the line to print, and whether they agree. A clear rejection counts as agreement."""
     options = OPTIONS | {"precision": "fp32"} | METHODS[method]
     config = make_config(
         **options,
@@ -166,7 +166,7 @@ def compare(
     ours = [row["loss"] for row in read_jsonl(run.folder / "metrics.jsonl")]
     recipe = SftRecipe(config, model_folder=model, observer=Observers())
     order = [recipe.rows(step) for step in range(num_steps)]
-    # Some families' tokenizer classes split text in their own way, whatever tokenizer.json says.
+    # Some families' tokenizer classes ignore the splitting rules of tokenizer.json.
     expected, *_ = reference.reference_run(
         model, options, order, make=reference_model, tokenizer_folder=tokens
     )

@@ -1,10 +1,10 @@
-"""Faults on purpose, the long version: kills, corruptions, full disks, payloads, signals; a table of what was seen.
+"""Inject faults, the long version: kills, corruptions, full disks, payloads, signals; print a table of the outcomes.
 
     make faults
     python benchmarks/faults.py --only corruptions --corruptions 2000
     python benchmarks/faults.py --replay '{"kind": "kill at random", "method": "full", "seed": 17}'
 
-Each trial that fails is printed as a line of JSON, with what is needed to do it again. The exit code is 1 if there is one.
+Each failed trial is printed as a line of JSON that --replay accepts. The exit code is 1 if a trial failed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def preference_kills(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
 
 
 def strace_kills(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
-    """SIGKILL from outside, at a system call of a process of its own, where strace is installed."""
+    """SIGKILL from outside, at a system call of a separate process, if strace is installed."""
     if shutil.which("strace") is None:
         print("strace is not installed: no kills by it", file=sys.stderr)
         return
@@ -110,7 +110,7 @@ def strace_kills(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
 
 
 def corruptions(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
-    """Damage to a checkpoint: refused, and the older one found."""
+    """Damage a checkpoint: it must be rejected, and the older checkpoint found."""
     roots = {}
     for method in METHODS:
         folder = bench.home / f"two-checkpoints-{method}"
@@ -157,7 +157,7 @@ def early_ends(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
     for method in METHODS:
         yield signals.stop_by_time(bench, method)
         yield signals.diverge(bench, method)
-    for method in ("lora", "qlora"):  # over a base that is frozen
+    for method in ("lora", "qlora"):  # on a frozen base
         yield signals.bad_example(bench, method, allowed=0)
         yield signals.bad_example(bench, method, allowed=1)
     for options in ({}, {"resume": "auto"}, {"overwrite": True}, {"resume": "auto", "overwrite": True}):
@@ -179,7 +179,7 @@ def competing_starts(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
 
 
 def killed_ranks(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
-    """SIGKILL of ranks at random moments in runs of 2 and 4 processes, which recover by themselves; ranks that are stopped."""
+    """SIGKILL of ranks at random moments in runs of 2 and 4 processes, which recover automatically; and stopped ranks."""
     done, seed = 0, own.seed
     while done < own.rank_kills:
         method = ("lora", "full")[seed // 2 % 2]

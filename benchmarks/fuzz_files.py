@@ -1,12 +1,12 @@
-"""Thousands of damaged files of every format, through the commands that read them, with limits on time and memory.
+"""Run thousands of damaged files of every format through the commands that read them, with limits on time and memory.
 
     make fuzz
     python benchmarks/fuzz_files.py --cases 3000 --seed 1
     python benchmarks/fuzz_files.py --cases 500 --only preference
     python benchmarks/fuzz_files.py --cases 1 --seed 4711      # one case again, with its files kept
 
-A case passes when its command ends with exit code 0 or 2, in time, and the error names the file. Each that does not is
-printed as a line of JSON with its seed. The exit code is 1 if there is one.
+A case passes if its command ends in time with exit code 0 or 2, and the error mentions the file. Each failed case is printed
+as a line of JSON with its seed. The exit code is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def work(home: Path, seeds: range, only: str | None) -> None:
 
 
 def watch(home: Path, seeds: range, only: str | None) -> list[dict[str, Any]]:
-    """Run cases in child processes; kill one whose case takes too long, and go on behind it."""
+    """Run cases in child processes; kill a child whose case is too slow, and continue with the next case."""
     failures: list[dict[str, Any]] = []
     counts: dict[str, int] = {}
     next_seed = seeds.start
@@ -105,7 +105,7 @@ def _read_lines(child: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
 
 
 def _next_line(lines: queue.Queue[str], seconds: float) -> str:
-    """Return the next line; an empty one at the end, or when there is none in time."""
+    """Return the next line; an empty line at the end, or if none arrives in time."""
     try:
         return lines.get(timeout=seconds)
     except queue.Empty:

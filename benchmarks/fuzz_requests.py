@@ -1,11 +1,11 @@
-"""Requests with bad values, tens of thousands of them: none may end in a traceback, hang, or fill the memory.
+"""Run tens of thousands of requests with bad values: none may end in a traceback, hang, or fill the memory.
 
     make fuzz
     python benchmarks/fuzz_requests.py --cases 20000 --first 100000
     python benchmarks/fuzz_requests.py --replay 4711
 
 A case is a seed. It runs `crosstune plan` with options set by flag, in a YAML file and in the environment, in a process
-that ends after 10 seconds or 2 GB. Each case that fails is printed as a line of JSON; the exit code is 1 if there is one.
+that is limited to 10 seconds and 2 GB. Each failed case is printed as a line of JSON; the exit code is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _run_cases(there: Connection, seed: int, end: int) -> None:
 
 
 def _limit_memory() -> None:
-    """Allow two gigabytes of address space besides what is in use; more ends in a MemoryError."""
+    """Allow two gigabytes of address space in addition to the current use; more raises a MemoryError."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

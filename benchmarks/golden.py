@@ -1,12 +1,12 @@
 """Record the numbers of small training runs, or compare them bit for bit with an earlier record.
 
-A refactoring that claims "the same maths" is checked with it: record at the commit before, compare after.
+Use it to check a refactoring that must not change the numbers: record at the commit before, compare after.
 
     python benchmarks/golden.py record golden.json
     python benchmarks/golden.py compare golden.json            # exits 1 when one bit differs
 
 Each case is the command `crosstune train` on a tiny model: losses, gradient norms and learning rates of every step,
-evaluation losses and the bytes of the result. The numbers belong to one machine and one set of libraries.
+evaluation losses and the bytes of the result. The numbers are valid for one machine and one set of libraries.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def hash_tensors(path: Path) -> str:
-    """Of names, dtypes and values; the order of a file and its metadata do not count."""
+    """Hash names, dtypes and values, independent of the order in the file and of its metadata."""
     raw = path.read_bytes()
     size = int.from_bytes(raw[:8], "little")
     header, digest = json.loads(raw[8 : 8 + size]), hashlib.sha256()
@@ -95,7 +95,7 @@ def run_case(name: str, arguments: str, *, model: Path, home: Path) -> dict[str,
 
 
 def resume_case(name: str, arguments: str, *, model: Path, home: Path, then: str = "") -> dict[str, Any]:
-    """Three steps in one process, the others in another one, perhaps on another backend."""
+    """Take three steps in one process and the others in a second process, possibly on a different backend."""
     first = f"train --model_name {model} --output_dir {home} --name {name} {arguments} --time_limit 0"
     crosstune(first.replace(" --time_limit 0", ""), home=home)
     (home / name / "checkpoints" / "latest").unlink()

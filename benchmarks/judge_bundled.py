@@ -1,11 +1,11 @@
-"""Train a judge on the bundled translations, and print the table of its test beside the baselines.
+"""Train a judge on the bundled translations, and print its test results next to the baselines.
 
     python benchmarks/judge_bundled.py --out bundled.json
     python benchmarks/judge_bundled.py --test_only --out bundled.json      (test the trained run again)
 
 The defaults are for five minutes of two quiet cores (the CPU time is printed too, since a shared machine takes longer): LoRA
-on few rows with short prompts. The temperature of the confidence is fitted on validation items; with --validate the table is
-of those, to choose settings by.
+on few rows with short prompts. The temperature of the confidence is fitted on validation items; with --validate, the table is
+for the validation items, to choose settings.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Train a judge on human scores of translations, and correlate its scores with people's on the test split.
+"""Train a judge on human scores of translations, and correlate its scores with human scores on the test split.
 
     python benchmarks/judge_mlqe.py --data FOLDER --method full --rows 500,1000,2000,4000,7000 --out mlqe-full.json
 
 FOLDER has train.tsv, dev.tsv and test.tsv with the columns original, translation, mean (0-100) and z_mean, as in MLQE-PE. The
-last number of --rows is the main result, the others are its learning curve. Pearson is that with z_mean, the mean of scores
-that are normalized by annotator; intervals are of 95 %, by the bootstrap.
+last number of --rows is the main result, the others are its learning curve. Pearson's correlation is with z_mean, the mean of
+scores normalized by annotator; 95 % bootstrap intervals.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Train a judge on pairs of answers with human labels, in folds by instruction, and report its accuracy beside baselines.
+"""Train a judge on pairs of answers with human labels, in folds by instruction, and report its accuracy next to baselines.
 
     python benchmarks/judge_pandalm.py --data testset-v1.json --method full --epochs 3 --out pandalm.json
 
 The file has instruction, input, response1, response2 and three annotators' labels (0 tie, 1, 2), as PandaLM's test set. Every
-pair is judged once, by a judge that saw none of its instruction; --rows cuts the training pairs for a learning curve.
+pair is judged once, by a judge that was not trained on its instruction; --rows limits the training pairs for a learning
+curve.
 """
 
 from __future__ import annotations

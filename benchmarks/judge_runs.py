@@ -1,4 +1,4 @@
-"""Train a judge through the recipe and judge the test items with it: what the judge benchmarks share."""
+"""Shared by the judge benchmarks: train a judge through the recipe and judge the test items with it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Lines:
 def train_judge(options: dict[str, Any]) -> tuple[Path, float]:
     """Train; return the run and the seconds of its steps and evaluations."""
     run = crosstune.train(progress=False, callbacks=[Lines(str(options["name"]))], **options)
-    if run.summary["status"] != "finished":  # stopped by a signal: what there is was not trained as asked
+    if run.summary["status"] != "finished":  # stopped by a signal: the model was not trained as requested
         sys.exit(f"{options['name']} is {run.summary['status']} after {run.summary['steps']} steps")
     return run.folder, float(run.summary["seconds"])
 
@@ -115,7 +115,7 @@ def open_trained(
 
 
 def judge_data(run: Path, **options: Any) -> JudgeData:
-    """Return the items of a run by split; `options` override those of the run."""
+    """Return the items of a run by split; `options` override the options of the run."""
     config = run_config(run)
     assert config is not None
     return open_judge_data(dataclasses.replace(config, **options))

@@ -2,8 +2,8 @@
 
     python benchmarks/judge_speed.py --backend cuda --method lora --steps 150 --items 128 --out judge-speed.json
 
-A judge is trained on the bundled translations first, with verdicts `Score: N/10` and their issues, so that what it generates
-is a verdict. For the shared prefix, all items then carry the same rubric.
+A judge is trained on the bundled translations first, with verdicts `Score: N/10` and their issues, so that it generates a
+verdict. For the shared prefix, all items then have the same rubric.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _compare_generation(
     readable = [place for place, one in enumerate(generated) if one.is_parsed]
     first = np.array([probabilities[place].score for place in readable], dtype=np.float64)
     second = np.array([generated[place].score for place in readable], dtype=np.float64)
-    # The text is written token by token, so its score is the most probable label, or one that begins as likely.
+    # The text is generated token by token, so its score is the most probable label, or a label with as likely a beginning.
     labels = judge.verdict.labels.values
     likeliest = np.array([labels[int(np.argmax(probabilities[place].probabilities))] for place in readable])
     lengths = [len(judge.tokenizer.encode(one.text).ids) for one in generated]
@@ -99,7 +99,7 @@ def _compare_generation(
 
 
 def _compare_prefixes(sharing: Judge, alone: Judge, items: Sequence[Item]) -> dict[str, Any]:
-    """Judge items with a common rubric, computing it once and computing it for each."""
+    """Judge items with a common rubric, computed once or for each item."""
     for judge in (sharing, alone):
         judge.judge(items[: judge.batch_size])
     once, once_s = timed(sharing, items, what="rubric once")

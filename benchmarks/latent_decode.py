@@ -20,7 +20,7 @@ LAST_S = 3.0
 
 @dataclass(kw_only=True)
 class Decoding:
-    """What decoding works with; results are added to `facts`, and saved after each stage."""
+    """The inputs of decoding; results are added to `facts`, and saved after each stage."""
 
     run: Path
     pairs: Path
@@ -56,7 +56,7 @@ class Decoding:
         return self.trained.vocabulary.decode_batch(found.tokens)
 
     def tune(self, tuning: Any) -> Any:
-        """Return the best decoding options for some texts, by BLEU where sacrebleu is installed."""
+        """Return the best decoding options for some texts, by BLEU if sacrebleu is installed."""
         from crosstune.recipes.latent_diffusion.evaluation import cosine, has_sacrebleu, text_scores
         from crosstune.recipes.latent_diffusion.settings import DecodeOptions
 
@@ -66,7 +66,7 @@ class Decoding:
         tried: list[dict[str, Any]] = []
 
         def better(known: DecodeOptions, *changes: dict[str, Any]) -> DecodeOptions:
-            """Decode with each change; return the best options of all so far."""
+            """Decode with each change; return the best options so far."""
             for options in [replace(known, **change) for change in changes]:
                 texts = self.texts_of(vectors, options)
                 bleu = text_scores(texts, expected)["bleu"] if has_sacrebleu() else None
@@ -100,7 +100,7 @@ class Decoding:
         score(self.file)
 
     def correct(self, vectors: Any, options: Any) -> None:
-        """Correct the texts in rounds until the time is over; keep what each round finds."""
+        """Correct the texts in rounds until the time is over; keep the results of each round."""
         from crosstune.recipes.latent_diffusion.correction import correct_texts
 
         began = time.monotonic()

@@ -1,17 +1,17 @@
-"""Measure what the ladder gains for latent diffusion, from the settings that the optimisation guide begins with.
+"""Measure the gains of the ladder for latent diffusion, from the initial settings of the optimization guide.
 
     python benchmarks/latent_ladder.py --carry .carry/latents --out OUT --budget_s 420      on a GPU
     python benchmarks/latent_ladder.py --out OUT --tiny                                     to see that it runs
 
-It packs texts into rows of 200 to 256 tokens, trains a few steps to see what a trial costs, and runs `crosstune ladder`
-for speed, and then for memory, with as many rungs as fit into the time; those left out are named in the result. Rungs
-named with --rungs are all tried. A second call with the same --work goes on where a call that ran out of time was.
+It packs texts into rows of 200 to 256 tokens, trains a few steps to measure the time of a trial, and runs `crosstune
+ladder` for speed, and then for memory, with as many rungs as fit into the time; the result lists the omitted rungs. With
+--rungs, all listed rungs are tried. A second call with the same --work continues a call that ran out of time.
 
 The baseline: hidden size 1024, 24 blocks, one latent token, 4 rows and two micro-batches a step, bf16 compute, attention
-that holds its scores, no gradient checkpointing. What differs from the guide's code: crosstune's adamw is fused on a GPU
-already and its batches are prepared in a thread, so these two cannot be undone; no dropout, whose random numbers would
-differ between micro-batches of different sizes, so that losses could not be compared; --loss_type l2t has no latent loss.
-With --carry (what `latent_text.py pack` writes) the texts, vectors and vocabulary are real; without, of the grammar.
+that stores its scores, no gradient checkpointing. Differences from the guide's code: crosstune's adamw is already fused on
+a GPU and its batches are prepared in a thread, and neither can be turned off; no dropout, since its random numbers would
+differ between micro-batches of different sizes, and losses could not be compared; --loss_type l2t has no latent loss. With
+--carry (written by `latent_text.py pack`) the texts, vectors and vocabulary are real; otherwise they are from the grammar.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SAVED_BYTES_PER_S = 0.7e9
 
 
 def pack_rows(lines: Sequence[str], lengths: Sequence[int], *, most_tokens: int, count: int) -> list[str]:
-    """Return texts of several lines each, as long as fits into `most_tokens`."""
+    """Return texts of several lines each, of at most `most_tokens`."""
     rows: list[str] = []
     row: list[str] = []
     used = 0
@@ -105,7 +105,7 @@ def make_pairs(out: Path, *, carry: Path | None, most_tokens: int, count: int) -
             [one for one, _ in short], [n for _, n in short], most_tokens=most_tokens, count=count
         )
         options = WriteOptions(max_tokens=most_tokens, too_long="drop")
-        divided = divide(texts, validation_share=0.02, most_validation=16)
+        divided = divide(texts, validation_share=0.02, max_validation=16)
         written = write_pairs(
             out,
             texts,
@@ -150,7 +150,7 @@ class Bench:
                 f"pairs: {self.facts['data']['splits']}, {self.facts['data']['vocabulary']:,} tokens known"
             )
             self.fit_disk()
-            # With rungs that are given, nothing is chosen by the time of a trial.
+            # With given rungs, the time of a trial does not matter.
             trial_s = None if own.rungs else self.time_trial()
             self.facts |= {"options": self.options, "steps": own.steps, "trial_s": trial_s}
             kept.write_text(json.dumps(self.facts), encoding="utf-8")
@@ -159,7 +159,7 @@ class Bench:
             (own.out / "latent_ladder.json").write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
 
     def fit_disk(self) -> None:
-        """Halve the blocks until the disk holds the checkpoints: weights and two moments in fp32, and one being written."""
+        """Halve the blocks until the checkpoints fit on the disk: weights and two moments in fp32, and one being written."""
         from crosstune.config.load import make_config
         from crosstune.recipes.latent_diffusion.settings import make_settings
 
@@ -207,7 +207,7 @@ class Bench:
         ]
 
     def choose_rungs(self, goal: str) -> list[str]:
-        """Return the rungs that there is time for: those that were chosen before, in a call that is continued."""
+        """Return the rungs that fit into the time; a continued call keeps its earlier choice."""
         if self.own.rungs:
             return list(self.own.rungs.split(","))
         if chosen := self.facts.setdefault("rungs", {}).get(goal):
@@ -226,7 +226,7 @@ class Bench:
         return list(chosen)
 
     def climb(self, goal: str) -> None:
-        """Run the ladder for a goal, and keep its table, its page and what it measured."""
+        """Run the ladder for a goal, and keep its table, its page and its measurements."""
         own, rungs = self.own, self.choose_rungs(goal)
         wanted = own.rungs.split(",") if own.rungs else RUNGS[goal]
         self.facts["not_tried"][goal] = [rung for rung in wanted if rung not in rungs]
@@ -246,7 +246,7 @@ class Bench:
                 table.write(line)
                 table.flush()
                 if self.left_s() < 0:
-                    child.terminate()  # what was measured stays, and a second call goes on from it
+                    child.terminate()  # measurements are kept, and a second call continues from them
             child.wait()
         found = folder / "ladder.json"
         if found.is_file():
@@ -254,7 +254,7 @@ class Bench:
             for page in folder.glob("*.html"):
                 shutil.copyfile(page, own.out / f"{folder.name}-{page.name}")
         else:
-            self.say(f"{goal}: the ladder ended with {child.returncode} before it was through")
+            self.say(f"{goal}: the ladder exited with code {child.returncode} before it finished")
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ def compare_vectors(found: Any, vectors: Any) -> dict[str, float]:
 
 
 def score(path: Path) -> None:
-    """Print the scores of the texts in a file of `run`; add them to it where sacrebleu is installed."""
+    """Print the scores of the texts in a file of `run`; add them to it if sacrebleu is installed."""
     from crosstune.recipes.latent_diffusion.evaluation import exact_match, has_sacrebleu, text_scores
 
     facts = json.loads(path.read_text(encoding="utf-8"))

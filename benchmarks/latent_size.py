@@ -1,11 +1,11 @@
-"""The latent-diffusion model at its full size: samples/s, memory and the share of what the hardware allows.
+"""Measure the latent-diffusion model at its full size: samples/s, memory and the fraction of the hardware's limit.
 
     python benchmarks/latent_size.py                  hidden 1024, 24 blocks (0.95 B parameters), about a minute on a GPU
     python benchmarks/latent_size.py --small          to see that it runs, on any machine
 
 Rows are full: --tokens tokens each, of random ids, with one vector; the mode is l2t. The step is the one of
 `crosstune train`: the engine's session computes the gradients of a window, clips and updates, with fp32 weights and bf16
-compute. The limit is the rate of large bf16 products, sustained for some seconds in the same run. Recomputation is not
+compute. The limit is the rate of large bf16 matmuls, sustained for some seconds in the same run. Recomputation is not
 counted as work.
 """
 
@@ -64,7 +64,7 @@ def step_flops(settings: ModelSettings, rows: int) -> float:
 
 
 def measure_limit(device: torch.device, *, seconds: float, size: int) -> float:
-    """Return the operations per second of large products of Gaussian numbers in bf16, sustained."""
+    """Return the sustained operations per second of large matmuls of Gaussian numbers in bf16."""
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     synchronize(device)

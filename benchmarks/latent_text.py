@@ -1,4 +1,4 @@
-"""Latent diffusion on real text: train on WordNet's definitions and examples, decode held-out sentence vectors.
+"""Train latent diffusion on real text, WordNet's definitions and examples, and decode held-out sentence vectors.
 
     python benchmarks/latent_text.py pack --out .carry/latents        here: the texts, and the encoder in fp16 (50 MB)
     python benchmarks/latent_text.py run --carry .carry/latents --out OUT --prepare           on the GPU: pairs, step
@@ -6,16 +6,16 @@
     python benchmarks/latent_text.py score OUT/latent_text.json       BLEU of the texts in it, with sacrebleu
     python benchmarks/latent_text.py run --carry .carry/latents --out OUT --tiny              to see that it runs
 
-`run` ends within --budget_s seconds: it embeds the texts, measures the time of a step (with compiled blocks on a GPU,
-where that works), trains through `crosstune train` until --decode_s seconds are left, chooses guidance and steps by the
+`run` ends within --budget_s seconds: it embeds the texts, measures the time of a step (with compiled blocks on a GPU, if that
+works), trains through `crosstune train` until --decode_s seconds are left, chooses guidance and steps by the
 BLEU of one half of the held-out texts (by their re-embedding cosine without sacrebleu), and reports the other half: one
 pass, the same with shuffled vectors, and decoding by correction until the time is over. It writes latent_text.json
-after training, after one pass and after each round of correction, and copies the log of the training beside it while it
-runs, so that a run that is cut short loses little.
+after training, after one pass and after each round of correction, and copies the training log next to it during the run, so
+that an interrupted run loses little.
 
-With --prepare, it ends after the first two of these, which also fills torch's cache of compiled blocks. A later `run`
-with the same --work takes over the pairs, if they would be the same, and the time of a step, if it was measured with
-the same settings on such a machine. To compare the steps of several settings, call --prepare with each --set.
+With --prepare, it ends after the first two of these, which also fills torch's cache of compiled blocks. A later `run` with
+the same --work reuses the pairs, if they would be the same, and the time of a step, if it was measured with
+the same settings on the same kind of machine. To compare the steps of several settings, call --prepare with each --set.
 With --decode_only, it decodes with the model that is in --work.
 """
 
@@ -144,11 +144,11 @@ class Bench:
         ).decode()
 
     def save(self) -> None:
-        """Write what is known so far, so that a run that is cut short loses little."""
+        """Write the results so far, so that an interrupted run loses little."""
         write_text(self.file, json.dumps(self.facts, indent=1))
 
     def prepare(self) -> float:
-        """Return the seconds of a step; take over the pairs and the step of an earlier call where they are the same."""
+        """Return the seconds of a step; reuse the pairs and the step of an earlier call if they are the same."""
         import torch
 
         known = self._read_known(self.own.work / "prepared.json")
@@ -176,7 +176,7 @@ class Bench:
         return float(self.facts["probe"]["step_s"])
 
     def _read_known(self, path: Path) -> dict[str, Any]:
-        """Return what an earlier call prepared; nothing, and say so, if its file was cut off."""
+        """Return the preparation of an earlier call; nothing, with a message, if its file is truncated."""
         try:
             return read_json(path)
         except UnreadableFile as error:
@@ -192,7 +192,7 @@ class Bench:
         return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
     def _data_request(self) -> dict[str, Any]:
-        """Return what makes two builds the same, wherever their files are."""
+        """Return the identity of a build, independent of the location of its files."""
         from crosstune.recipes.latent_diffusion.encoders import encoder_record
         from crosstune.recipes.latent_diffusion.texts import EDITION
 
@@ -201,11 +201,11 @@ class Bench:
             "texts": hashlib.sha256((own.carry / "texts.txt").read_bytes()).hexdigest(),
             "edition": EDITION,
             "encoder": encoder_record("", own.carry / "encoder")["sha256"],
-            "most_texts": 200 if own.tiny else own.max_texts,
+            "max_texts": 200 if own.tiny else own.max_texts,
             "crops": min(1, own.crops) if own.tiny else own.crops,
             "mixes": min(1, own.mixes) if own.tiny else own.mixes,
             "validation_share": 0.25 if own.tiny else 0.05,
-            "most_validation": HELD_OUT,
+            "max_validation": HELD_OUT,
         }
 
     def build(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Peak memory of loading a 1.5B model into 4 bits on the CPU, against the size it ends up with.
+"""Compare the peak memory of loading a 1.5B model into 4 bits on the CPU with its final size.
 
     python benchmarks/load_memory.py            every quantizer, each in a fresh process
 

@@ -4,8 +4,8 @@
     python benchmarks/lora_bases.py --text texts.txt --model tiny-random --backend cpu --precision fp32 --steps 4
 
 The text file has one text per line; the same lines are held out and the same batches trained in the same order over every
-base. Rows are packed. The loss is in nats per token; what counts is its distance from that over the bf16 base, on average
-over the seeds: the distance of one seed says little, since runs that round differently end about 0.007 apart.
+base. Rows are packed. The loss is in nats per token; compare its mean distance from the bf16 base over the seeds: a single
+seed says little, since runs that round differently end about 0.007 apart.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def train(
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print the mean losses of each base and how far they are from those over bf16, seed by seed."""
+    """Print the mean losses of each base, and their distance from the bf16 base with the same seeds."""
     losses: dict[str, dict[int, float]] = {}
     for row in rows:
         losses.setdefault(row["base"], {})[row["seed"]] = row["after"]

@@ -1,4 +1,4 @@
-"""The contenders of lora_gpu.py and lora_cpu.py, each run in a process of its own: crosstune, transformers + PEFT, Unsloth."""
+"""The contenders of lora_gpu.py and lora_cpu.py, each run in a separate process: crosstune, transformers + PEFT, Unsloth."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def open_ours(job: dict[str, Any], shape: Shape) -> tuple[list[Step], int, int]:
         "batch_size": shape.rows,
         "context_length": shape.context,
         "use_gradient_checkpointing": False,
-        "fp8_tolerance": 0,  # random weights say nothing about which layers a trained model needs exact
+        "fp8_tolerance": 0,  # random weights do not show which layers of a trained model must stay exact
     }
     plan = make_plan(make_config(**asked | (OURS | OURS_ON_CPU)[job["contender"]]))
     session: Any = open_session(plan, model_folder=Path(job["folder"]))
@@ -127,7 +127,16 @@ def open_ours(job: dict[str, Any], shape: Shape) -> tuple[list[Step], int, int]:
 def open_peer(job: dict[str, Any], shape: Shape) -> tuple[list[Step], int, int]:
     """Open a model with transformers and PEFT, or Unsloth, and step it on the same tokens."""
     name, device = job["contender"], torch.device(job["device"])
-    model = (_unsloth if name.startswith("unsloth") else _peft)(name, job, shape)
+    if name.startswith("unsloth"):
+        model = open_unsloth(
+            job["folder"],
+            rank=job["rank"],
+            context=shape.context,
+            nf4=" nf4" in name,
+            recomputes=name.endswith("recompute"),
+        )
+    else:
+        model = _peft(name, job)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
@@ -164,7 +173,7 @@ def open_peer(job: dict[str, Any], shape: Shape) -> tuple[list[Step], int, int]:
 
 
 def _one_row(batch: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return all documents of packed rows in one row, as Unsloth takes them, without a loss across their bounds."""
+    """Return all documents of packed rows in one row, as Unsloth expects, without a loss across their bounds."""
     real = batch.segments.reshape(-1) > 0
     ids = torch.from_numpy(batch.input_ids.reshape(-1)[real]).long()
     places = torch.from_numpy(batch.positions.reshape(-1)[real]).long()
@@ -175,7 +184,7 @@ def _one_row(batch: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tens
     return ids[None].to(device), labels[None].to(device), options
 
 
-def _peft(name: str, job: dict[str, Any], shape: Shape) -> Any:
+def _peft(name: str, job: dict[str, Any]) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -203,28 +212,26 @@ def _peft(name: str, job: dict[str, Any], shape: Shape) -> Any:
     return torch.compile(model) if name.startswith("compile") else model
 
 
-def _unsloth(name: str, job: dict[str, Any], shape: Shape) -> Any:
+def open_unsloth(folder: str, *, rank: int, context: int, nf4: bool = False, recomputes: bool = False) -> Any:
+    """Open a model with adapters in Unsloth."""
     from unsloth import FastLanguageModel
 
     model, _ = FastLanguageModel.from_pretrained(
-        model_name=job["folder"],
-        max_seq_length=shape.context,
-        dtype=torch.bfloat16,
-        load_in_4bit=" nf4" in name,
+        model_name=folder, max_seq_length=context, dtype=torch.bfloat16, load_in_4bit=nf4
     )
     return FastLanguageModel.get_peft_model(
         model,
-        r=job["rank"],
+        r=rank,
         target_modules=TARGETS,
         lora_alpha=32,
         lora_dropout=0,
         bias="none",
-        use_gradient_checkpointing="unsloth" if name.endswith("recompute") else False,
+        use_gradient_checkpointing="unsloth" if recomputes else False,
     )
 
 
 def measure_limit(device: str, *, seconds: float) -> dict[str, Any]:
-    """Measure the sustained rate of matrix products, of Gaussian numbers, in FLOP/s."""
+    """Measure the sustained rate of matmuls of Gaussian numbers, in FLOP/s."""
     size = (8192, 4096, 11008) if device == "cuda" else (256, 256, 256)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     a = torch.randn(size[0], size[1], device=device).to(dtype)
@@ -245,7 +252,7 @@ def measure_limit(device: str, *, seconds: float) -> dict[str, Any]:
 
 
 def measure_cpu_limit(shape: Shape, *, seconds: float) -> dict[str, float]:
-    """Measure the rate of the forward products of a layer and the head, weighted as a step needs them, in FLOP/s."""
+    """Measure the rate of the forward matmuls of a layer and the head, weighted as in a step, in FLOP/s."""
     width, inner, tokens = shape.hidden, shape.intermediate, shape.rows * shape.context
     qkv = shape.head_dim * (shape.num_heads + 2 * shape.num_kv_heads)
     layer = [(width, qkv), (width, width), (width, 2 * inner), (inner, width)]
@@ -265,7 +272,7 @@ def measure_cpu_limit(shape: Shape, *, seconds: float) -> dict[str, float]:
 
 
 def _is_quick(dtype: torch.dtype) -> bool:
-    """Return whether a small product in `dtype` takes less than ten times that in fp32: some CPUs emulate it."""
+    """Return whether a small matmul in `dtype` needs less than ten times the time of fp32: some CPUs emulate it."""
     times = []
     for one in (torch.float32, dtype):
         a = torch.randn(128, 128).to(one)

@@ -6,9 +6,9 @@ the code of an earlier commit.
     python benchmarks/lora_cpu.py demo --before ../earlier  # a checkout of the code to compare with
     python benchmarks/lora_cpu.py speed --smoke             # the same code with a tiny model
 
-Each contender runs in a process of its own, in the order A B C C B A with two rounds, with the same number of threads. The
-losses of the first step are compared first. The share of the limit is that of matrix products of the model's own shapes,
-measured in the same run. bf16 is left out where the CPU has no fast products in it; --all brings it back.
+Each contender runs in a separate process, in the order A B C C B A with two rounds, with the same number of threads. The
+losses of the first step are compared first. The limit is the rate of matmuls of the model's own shapes, measured in
+the same run. bf16 is omitted if the CPU lacks fast bf16 matmuls; --all includes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lora_runs import Results, describe, in_turn, print_result, start_worker
+from lora_runs import Results, alternating_order, describe, print_result, start_worker
 from lora_work import SHAPES, Shape, write_model
 
 HERE = Path(__file__).resolve()
@@ -83,7 +83,7 @@ def compare_speed(results: Results, asked: argparse.Namespace) -> int:
     print(f"matrix products of the model's shapes: {describe_limit(limit)}", flush=True)
     names = choose_contenders(asked.contenders, bf16=asked.all or has_fast_bf16(limit))
     rows = []
-    for name in in_turn(names, asked.rounds):
+    for name in alternating_order(names, asked.rounds):
         job = {
             "contender": name,
             "part": "speed",
@@ -129,7 +129,7 @@ def describe_limit(limit: dict[str, Any]) -> str:
 
 
 def losses_agree(rows: list[dict[str, Any]]) -> bool:
-    """Return whether each of our contenders began with the loss of PEFT in the same precision."""
+    """Return whether the first loss of each of our contenders equals PEFT's in the same precision."""
     peers = {row["precision"]: row["first_loss"] for row in rows if row["contender"].startswith("peft")}
     good = True
     for row in rows:
@@ -163,14 +163,14 @@ def print_table(
 
 
 def compare_demos(results: Results, asked: argparse.Namespace) -> int:
-    """Run the command of `make demo` with this code and with that of another checkout, in turn."""
+    """Run the command of `make demo` in turn with this code and with another checkout."""
     if not asked.before:
         print("demo: name the checkout to compare with: --before FOLDER", file=sys.stderr)
         return 2
     sources = {"now": HERE.parents[1] / "src", "before": Path(asked.before).resolve() / "src"}
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     times: dict[str, list[float]] = {name: [] for name in sources}
-    for name in in_turn(list(sources), asked.rounds):
+    for name in alternating_order(list(sources), asked.rounds):
         with tempfile.TemporaryDirectory() as folder:
             words = [sys.executable, "-m", "crosstune", "train", "--name", "demo", *DEMO]
             words += ["--model_name", "tiny-random"] if asked.smoke else []

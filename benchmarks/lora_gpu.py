@@ -7,8 +7,8 @@
     python benchmarks/lora_gpu.py profile --contenders 'ours bf16'
     python benchmarks/lora_gpu.py all --smoke            # the same code with a tiny model on the CPU
 
-Each contender runs in a process of its own, in the order A B C C B A with two rounds. No contender starts after --budget
-seconds, and each result is written to --out as soon as it is there, so that a run which is cut off loses nothing. Model
+Each contender runs in a separate process, in the order A B C C B A with two rounds. No contender starts after --budget
+seconds, and each result is written to --out immediately, so that an interrupted run loses nothing. Model
 folders with random weights are written once below --models.
 """
 
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lora_runs import Results, describe, in_turn, print_result, start_worker
+from lora_runs import Results, alternating_order, describe, print_result, start_worker
 from lora_work import SHAPES, write_model
 
 HERE = Path(__file__).resolve()
@@ -81,7 +81,7 @@ def compare(part: str, results: Results, asked: argparse.Namespace, started: flo
     )
     names = choose_contenders(asked.contenders, smoke=asked.smoke)
     rows: list[dict[str, Any]] = []
-    for name in in_turn(names, asked.rounds) if part != "profile" else names:
+    for name in alternating_order(names, asked.rounds) if part != "profile" else names:
         if time.monotonic() - started > asked.budget:
             print(f"{name}: not started, the budget of {asked.budget:.0f} s is used up")
             continue

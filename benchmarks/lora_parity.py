@@ -1,7 +1,7 @@
 """Compare the fast layers with transformers + PEFT on the device, for each family and base precision.
 
-Gradients of every adapter are compared with those of PEFT in fp32 over the same (rounded) weights, and so are those of PEFT
-in the precision of the run, which shows how much of a difference is rounding alone.
+Gradients of every adapter are compared with PEFT's in fp32 over the same (rounded) weights. PEFT's own gradients in the
+precision of the run are compared too, to show the effect of rounding alone.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ def compare(name: str, config: Any, base: str, *, device: str, packed: bool) -> 
 
 
 def _draw_tokens(count: int, vocabulary: int) -> torch.Tensor:
-    """Return random tokens that are as frequent as the words of a text: the n-th with a probability of 1 / n. All being
-    equally frequent, the gradients of different tokens would cancel, which no text does."""
+    """Return random tokens that are as frequent as the words of a text: the n-th with a probability proportional to 1 / n.
+    With equally frequent tokens, the gradients of different tokens would cancel, unlike in text."""
     frequency = 1 / torch.arange(1, vocabulary - 2)
     return 3 + torch.multinomial(frequency, count, replacement=True)
 
 
 def _with_dense_base(model: Any, base: str, dtype: torch.dtype) -> Any:
-    """Return a copy whose linear weights are those that the products of the base are computed with."""
+    """Return a copy with the linear weights that the base's matmuls effectively use."""
     exact, spec = copy.deepcopy(model), SPECS[base]
     if spec is not None:
         for layer in exact.model.layers.modules():

@@ -1,8 +1,9 @@
-"""Run the contenders of a comparison in processes of their own, and keep their results; for lora_gpu.py and lora_cpu.py."""
+"""Run the contenders of a comparison in separate processes, and keep their results; for the benchmarks."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -29,8 +30,8 @@ class Results:
         return found
 
 
-def in_turn(names: list[str], rounds: int) -> list[str]:
-    """Return the order A B C C B A ..., in which slow changes of the machine meet all alike."""
+def alternating_order(names: list[str], rounds: int) -> list[str]:
+    """Return the order A B C C B A ..., in which slow changes of the machine affect all equally."""
     return [name for turn in range(rounds) for name in (names if turn % 2 == 0 else names[::-1])]
 
 
@@ -46,6 +47,38 @@ def start_worker(script: Path, job: dict[str, Any], *, timeout: float) -> dict[s
         return {"error": (done.stderr or done.stdout).strip()[-1500:]}
     found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
     return found
+
+
+class Worker:
+    """A process of `script --worker JOB` that imports its packages and then waits for `finish`. Its output is in a log."""
+
+    def __init__(self, script: Path, job: dict[str, Any], *, log: Path, packages: str = "") -> None:
+        self.log = log
+        paths = [path for path in (packages, os.environ.get("PYTHONPATH", "")) if path]
+        with log.open("w") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, str(script), "--worker", json.dumps(job)],
+                stdin=subprocess.PIPE, stdout=said, stderr=subprocess.STDOUT, text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )  # fmt: skip
+
+    def finish(self, *, timeout: float) -> dict[str, Any]:
+        """Let it run, and return the result that it prints, or its error."""
+        try:
+            self.process.communicate("\n", timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            return {"error": f"no result after {timeout:.0f} s"}
+        said = self.log.read_text(errors="replace")
+        lines = [line for line in said.splitlines() if line.startswith("RESULT ")]
+        if self.process.returncode or not lines:
+            return {"error": said.strip()[-1500:] or f"exit code {self.process.returncode}"}
+        found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
+        return found
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 def print_result(found: dict[str, Any]) -> None:

@@ -42,14 +42,16 @@ class Shape:
         return self.num_layers * (attention + 3 * self.hidden * self.intermediate)
 
     def flops_per_token(self, *, rank: int) -> float:
-        """What a step must compute: forward and input gradient of the frozen weights and the head, attention, adapters."""
+        """The operations of a step: forward and input gradient of the frozen weights and the head, attention, adapters."""
         attention = 3.5 * 2 * self.context * self.num_heads * self.head_dim * self.num_layers
+        frozen = 4 * (self.num_linear + self.hidden * self.vocab)
+        return frozen + attention + self.adapter_flops_per_token(rank=rank)
+
+    def adapter_flops_per_token(self, *, rank: int) -> float:
         inputs = 2 * self.hidden + self.num_heads * self.head_dim
         outputs = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) + 2 * self.hidden
         widths = inputs + outputs + self.hidden + 3 * self.intermediate + 2 * self.hidden
-        return (
-            4 * (self.num_linear + self.hidden * self.vocab) + attention + 6 * rank * widths * self.num_layers
-        )
+        return 6 * rank * widths * self.num_layers
 
 
 SHAPES = {
@@ -120,7 +122,7 @@ def draw_rows(shape: Shape) -> list[np.ndarray]:
 
 
 def draw_short(shape: Shape, count: int = 64) -> list[np.ndarray]:
-    """Return examples of very different lengths, as instructions have them."""
+    """Return examples of very different lengths, as in instruction data."""
     draw = np.random.default_rng(2)
     lengths = draw.lognormal(np.log(MEAN_SHORT * shape.context / 2048) - 0.32, 0.8, count)
     lengths = np.clip(lengths, 4, shape.context).astype(int)
@@ -154,7 +156,7 @@ def pack(examples: list[np.ndarray], *, rows: int, context: int) -> list[TokenBa
             for document, example in enumerate(found, start=1):
                 _put(batch, row, start, example, document=document)
                 start += len(example)
-            rest = context - start  # padding counts on from 0, a document of its own without targets
+            rest = context - start  # padding counts from 0, as a separate document without targets
             batch.positions[row, start:] = np.arange(rest)
         batches.append(batch)
     return batches

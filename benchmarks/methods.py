@@ -1,9 +1,9 @@
-"""Every method over every kind of base on the bundled model: loss, speed and memory in one table.
+"""Run every method on every kind of base with the bundled model: loss, speed and memory in one table.
 
     python benchmarks/methods.py --backend cpu --steps 12
 
-Each row is a fresh process of `crosstune train`, so that its peak memory is its own. The loss is that of the training
-rows of the last step; all rows see the same data in the same order.
+Each row is a fresh process of `crosstune train`, so that its peak memory is measured separately. The loss is the training
+loss of the last step; all rows use the same data in the same order.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""crosstune's MLX engine beside mlx-lm's own LoRA trainer: same model, same examples, same rank, in one go.
+"""Compare crosstune's MLX engine with mlx-lm's LoRA trainer: same model, same examples, same rank, in one run.
 
     python benchmarks/mlx_lora.py                     a Llama shape of 1.2B random weights, on MLX's default device
     python benchmarks/mlx_lora.py --small             a few million parameters, to see that it runs
 
-Two loads: rows that are full (every row has --context_length tokens), and short examples, which mlx-lm pads to the
-longest of a batch and crosstune packs into full rows. Each side runs in a process of its own, twice, in turn; the
-faster of its runs counts. Tokens are real ones: padding is not counted. The adapters of both have rank 16 on all seven
-linear layers, over a bf16 base; both update with AdamW. crosstune keeps adapters and moments in fp32, mlx-lm in fp32 too.
+Two loads: rows that are full (every row has --context_length tokens), and short examples, which mlx-lm pads to the longest
+of a batch and crosstune packs into full rows. Each side runs twice, in turn, in separate processes; the faster run counts.
+Padding is not counted as tokens. The adapters of both have rank 16 on all seven linear layers, over a bf16 base; both
+update with AdamW. crosstune keeps adapters and moments in fp32, mlx-lm in fp32 too.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def compare(folder: Path, own: argparse.Namespace, load: str, shape: dict[str, i
             found = json.loads(done.stdout.strip().splitlines()[-1])
             if side not in best or found["tokens_per_s"] > best[side]["tokens_per_s"]:
                 best[side] = found
-    # Frozen weights take a forward product and the gradient of its input: 4 operations a weight and token.
+    # Frozen weights need a forward matmul and the gradient of its input: 4 operations per weight and token.
     limit = H200_BF16_FLOPS / (4 * shape["frozen"])
     print(f"\n{load} rows of {own.context_length} tokens, batch {own.batch_size}\n")
     print("| | tok/s | peak GiB | of the bf16 limit of an H200 |\n|---|---|---|---|")

@@ -5,9 +5,9 @@
     python benchmarks/mutate.py --module loop/step.py --json seen.json    # and after adding tests:
     python benchmarks/mutate.py --module loop/step.py --again seen.json
 
-Without --module, every module of JUDGES is tried. A mutant is caught when its tests fail, or when they take several
-times as long as they do on the plain code (a loop that does not end). The working tree is never changed: a mutant lies
-in a copy of src that is first on PYTHONPATH. The exit code is 1 if a mutant survived.
+Without --module, every module of JUDGES is tried. A mutant is caught if its tests fail, or if they need several times as
+long as on the plain code (an endless loop). The working tree is never changed: a mutant lies in a copy of src that is first
+on PYTHONPATH. The exit code is 1 if a mutant survived.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import NoReturn
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Which tests judge a module: the cheapest that are meant to.
+# Module -> the cheapest tests that cover it.
 JUDGES: dict[str, Sequence[str]] = {
     "core/schedule.py": ["tests/unit/test_schedule.py"],
     "process/ranks.py": ["tests/unit/test_save.py", "tests/unit/test_watchdog.py"],
@@ -61,7 +61,7 @@ JUDGES: dict[str, Sequence[str]] = {
     "core/safe_text.py": ["tests/unit/test_secrets.py", "tests/unit/test_escape_controls.py"],
     "mlx_engine/causal_loss.py": ["tests/engine/test_mlx_losses.py"],
 }
-SLOWDOWN, LEAST_CPU_S, LEAST_WALL_S = 5.0, 4, 20.0
+SLOWDOWN, MIN_CPU_S, MIN_WALL_S = 5.0, 4, 20.0
 """A mutant hangs when its tests take this many times as long as the plain ones: by the time of the processor, which a
 busy machine does not stretch, or by the clock, for one that waits without working."""
 
@@ -191,7 +191,7 @@ def _replaced(tree: ast.Module, node: ast.AST, other: ast.AST) -> str:
         def visit(self, visited: ast.AST) -> ast.AST:
             return other if visited is node else self.generic_visit(visited)
 
-    # NodeTransformer writes into the tree, so it gets one whose nodes are copies; only `node` keeps its identity.
+    # NodeTransformer changes the tree, so it gets a copy; only `node` keeps its identity.
     changed = Replace().visit(copy.deepcopy(tree, {id(node): node}))
     return ast.unparse(ast.fix_missing_locations(changed))
 
@@ -202,7 +202,7 @@ def _show(node: ast.AST) -> str:
 
 
 class Judge:
-    """Runs tests against a copy of src in which one module is changed, each time in a process of their own.
+    """Runs tests against a copy of src in which one module is changed, each time in a separate process.
 
     The processes are forks of this one, which has loaded pytest and the libraries, and nothing of crosstune.
     """
@@ -219,12 +219,12 @@ class Judge:
             importlib.import_module(library)
 
     def check_plain(self) -> None:
-        """Check that the tests pass on the plain code, and that they run what is in the copy."""
+        """Check that the tests pass on the plain code, and that they run the code of the copy."""
         started, used = time.monotonic(), _children_cpu_s()
         if self.passes(self.source) is not True:
             sys.exit(f"the tests fail on the plain code: {' '.join(self.tests)}")
-        self.cpu_limit_s = max(round(SLOWDOWN * (_children_cpu_s() - used)), LEAST_CPU_S)
-        self.wall_limit_s = max(SLOWDOWN * (time.monotonic() - started), LEAST_WALL_S)
+        self.cpu_limit_s = max(round(SLOWDOWN * (_children_cpu_s() - used)), MIN_CPU_S)
+        self.wall_limit_s = max(SLOWDOWN * (time.monotonic() - started), MIN_WALL_S)
         if self.passes("raise RuntimeError('this module is broken on purpose')") is True:
             sys.exit(f"the tests never import the module: {' '.join(self.tests)}")
 
@@ -241,7 +241,7 @@ class Judge:
         return ended == 0
 
     def _run_tests(self) -> NoReturn:
-        """In the child: run the tests, and leave with pytest's code."""
+        """In the child: run the tests, and exit with pytest's code."""
         code = 99
         try:
             os.setpgid(0, 0)

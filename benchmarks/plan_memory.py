@@ -1,13 +1,13 @@
-"""Compare the memory that `crosstune plan` predicts with the memory that training takes.
+"""Compare the memory that `crosstune plan` predicts with the memory that training uses.
 
     python benchmarks/plan_memory.py --backend cpu                 15 small configurations, fp32
     python benchmarks/plan_memory.py --backend cuda                28 configurations: 135M, 1.2B and 7B Llama shapes
-    python benchmarks/plan_memory.py --backend cuda --limit_s 480  stop starting new ones after eight minutes
+    python benchmarks/plan_memory.py --backend cuda --limit_s 480  start no new configuration after eight minutes
 
-Weights are random. Each configuration trains two steps on full rows in a process of its own; the second step counts, as
-it has the optimizer's state. On a GPU the peak is that of torch's allocator (the reserved memory is printed too); on a CPU
-it is the resident memory, and what the libraries take is measured before the model is opened instead of predicted. The
-table can be pasted into docs/internals/results-history.md.
+Weights are random. Each configuration trains two steps on full rows in a separate process; the second step counts, since it
+has the optimizer's state. On a GPU, torch's allocator reports the peak (the reserved memory is printed too); on a CPU it is
+the resident memory, and the memory of the libraries is measured before the model is opened instead of predicted. The table
+can be pasted into docs/internals/results-history.md.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ CPU_CASES = (
     Case("20M", 4, 256, HQQ),
 )
 CUDA_CASES = (
-    # LoRA in bf16 uses the fast layers unless it says otherwise.
+    # LoRA in bf16 uses the fast layers unless set otherwise.
     Case("135M", 8, 512, LORA),
     Case("135M", 8, 512, {**LORA, **GENERAL}),
     Case("135M", 8, 512, {"train_type": "full"}),
@@ -162,7 +162,7 @@ def write_model(folder: Path, sizes: Mapping[str, int]) -> Path:
 
 
 def measure(case: Case, model: Path, backend: str, answer: Connection) -> None:
-    """Train two steps of a case in this process and send what was predicted and measured, in bytes."""
+    """Train two steps of a case in this process and send the predicted and the measured bytes."""
     import psutil
 
     from crosstune.config.load import make_config
@@ -207,8 +207,8 @@ def measure(case: Case, model: Path, backend: str, answer: Connection) -> None:
 
 
 def run_case(case: Case, model: Path, backend: str, *, limit_s: float) -> dict[str, Any] | str:
-    """Return what a child measured, or why there is nothing."""
-    # On a GPU from nothing: a fork of a process in which a library has touched the GPU cannot use it.
+    """Return the measurement of a child, or the reason why there is none."""
+    # Spawn on a GPU: a fork of a process in which a library has touched the GPU cannot use it.
     context: Any = multiprocessing.get_context("fork" if backend == "cpu" else "spawn")
     receiving, sending = context.Pipe(duplex=False)
     child = context.Process(target=measure, args=(case, model, backend, sending))
@@ -245,7 +245,7 @@ def rows(asked: argparse.Namespace, home: Path) -> Iterator[tuple[Case, dict[str
             print(f"not started, time is up: {case.title}", file=sys.stderr)
             continue
         if case.shape not in models:
-            for old in models.values():  # one model at a time: that of 7B has 13 GB
+            for old in models.values():  # one model at a time: the 7B model has 13 GB
                 (old / "model.safetensors").unlink()
             models = {case.shape: write_model(home / case.shape, SHAPES[case.shape])}
         found = run_case(case, models[case.shape], asked.backend, limit_s=asked.case_limit_s)

@@ -2,7 +2,7 @@
 
     python benchmarks/sharded_gpu.py [--layers 32] [--steps 8] [--offload]
 
-The weights are random, written once in bf16. Each side runs in a process of its own and prints tokens/s and the peak of the
+The weights are random, written once in bf16. Each side runs in a separate process and prints tokens/s and the peak of the
 GPU's memory; the losses of both must be the same. `--offload` adds FSDP2 with parameters and activations on the host.
 """
 

@@ -2,8 +2,8 @@
 
     python benchmarks/sharded_memory.py [--hidden 512] [--layers 12] [--worlds 1,2,4] [--train_type full]
 
-Every rank is a process of its own. Its peak is the kernel's VmHWM, less that of the same program with a model of a few
-thousand parameters: Python, torch and the libraries. Loading and training are measured apart, since VmHWM can be reset.
+Every rank is a separate process. Its peak is the kernel's VmHWM, minus VmHWM of the same program with a model of a few
+thousand parameters (Python, torch and the libraries). Loading and training are measured separately, since VmHWM can be reset.
 World 1 is the plain training of one process, without FSDP2.
 """
 

@@ -37,12 +37,12 @@ def summary(module: str) -> str:
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     words = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     if not words:
-        raise SystemExit(f"{file} needs a docstring that says in one line what is in it")
+        raise SystemExit(f"{file} needs a one-line docstring that describes it")
     return words.splitlines()[0]
 
 
 def table() -> str:
-    lines = ["| layer | room | what is in it |", "|---|---|---|"]
+    lines = ["| layer | room | content |", "|---|---|---|"]
     for number, rooms in enumerate(layers(), start=1):
         lines += [f"| {number} | `{room.partition('.')[2]}` | {summary(room)} |" for room in rooms]
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from crosstune.runs.open_parts import open_session
 
 def grammar_pairs(folder: Path, *, count: int = 300) -> PairFolder:
     options = WriteOptions(max_tokens=12)
-    build(BuildRequest(source="grammar", out=folder, most_texts=count, options=options))
+    build(BuildRequest(source="grammar", out=folder, max_texts=count, options=options))
     return open_pairs(folder)
 
 

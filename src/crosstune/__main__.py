@@ -19,7 +19,7 @@ def start() -> int:
 
 
 def _stop(number: int, frame: object) -> NoReturn:
-    """End at once: nothing has been done, and an exception inside an import may come out as another one."""
+    """Exit immediately: nothing has been done, and an import may turn an exception into a different one."""
     os.write(2, b"\ncrosstune: stopped.\n")
     os._exit(_AT_ONCE)
 

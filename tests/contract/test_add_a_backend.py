@@ -1,4 +1,4 @@
-"""docs/internals/add-a-backend.md, followed as it is written: its file into a copy of the package, its commands one by one."""
+"""Follow docs/internals/add-a-backend.md: save its file into a copy of the package, run its commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/internals/add-a-quantizer.md, followed as it is written: its file into a copy of the package, its commands one by one."""
+"""Follow docs/internals/add-a-quantizer.md: save its file into a copy of the package, run its commands."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_a_quantized_folder_is_written_and_trained_over(shop: Workshop, followed
 def test_its_identity_follows_its_constants(shop: Workshop) -> None:
     """Groups count at every bit width, as the file declares no BITS_BY_ROW; kinds and double scales do not exist."""
     code = (
-        "from crosstune.core.quantization import QuantSpec, same_meaning\n"
+        "from crosstune.core.quantization import QuantSpec, same_quantization\n"
         "def spec(**changed): return QuantSpec(**{'quantizer': 'absmax', 'bits': 8, 'group_size': 64, **changed})\n"
-        "print(same_meaning(spec(), spec(group_size=32)), same_meaning(spec(), spec(double=False, kind='int')))"
+        "print(same_quantization(spec(), spec(group_size=32)), same_quantization(spec(), spec(double=False, kind='int')))"
     )
     assert shop.python(code).split() == ["False", "True"]
 

@@ -1,4 +1,4 @@
-"""docs/internals/add-a-rung.md, followed as it is written: a rung that helps is kept, one that slows or breaks its promise is not."""
+"""Follow docs/internals/add-a-rung.md: a rung that helps is kept; a rung that is slower or breaks its promise is not."""
 
 from __future__ import annotations
 
@@ -15,29 +15,6 @@ pytestmark = pytest.mark.slow  # about twenty short trainings
 PAGE = Page("add-a-rung.md")
 
 
-LADDER = """
-import os, sys
-from crosstune.cli.main import main
-from crosstune.ladder.trial import Trials
-
-def train_in_a_fork(self, command, log):
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    code = 1
-    try:
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        for number in (1, 2):
-            os.dup2(handle, number)
-        code = main(command[command.index("train"):])
-    finally:
-        os._exit(code)
-
-Trials._wait = train_in_a_fork
-sys.exit(main({words}))
-"""
-"""The command of the page in a process that has torch imported already: its trials are forks, not new Pythons."""
 WORDS = PAGE.commands()[0].removeprefix("crosstune ")
 
 
@@ -52,7 +29,7 @@ def climb(shop: Workshop) -> tuple[str, dict[str, Any]]:
     """Follow the page; again, if the ladder itself says that something else has disturbed its trials."""
     for _ in range(3):
         shutil.rmtree(shop.home / "runs" / "tried", ignore_errors=True)
-        out, climbed = shop.python(LADDER.format(words=WORDS.split())), shop.json("runs/tried/ladder.json")
+        out, climbed = shop.run(WORDS), shop.json("runs/tried/ladder.json")
         if outcomes(climbed) == EXPECTED or "something else uses this machine" not in out:
             break
     return out, climbed

@@ -1,4 +1,4 @@
-"""docs/reference/classes.md: its Python is run, in the order of the page, and its measurements are repeated."""
+"""Run the Python code of docs/reference/classes.md in order, and repeat its measurements."""
 
 from __future__ import annotations
 

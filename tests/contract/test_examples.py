@@ -1,4 +1,4 @@
-"""The files in examples/, run as a user would, with a tiny model where they allow another one."""
+"""Run the files in examples/ as a user would, with a tiny model if they accept one."""
 
 from __future__ import annotations
 

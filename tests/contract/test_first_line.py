@@ -1,4 +1,4 @@
-"""A command says what it does before it imports an engine, on standard error only."""
+"""A command announces its work on standard error before it imports an engine."""
 
 from __future__ import annotations
 
@@ -70,6 +70,12 @@ def test_train_and_generate_say_what_they_do_first(tmp_path: Path) -> None:
         ("data absent.jsonl", "data: absent.jsonl, reading ..."),
         ("latents sample absent", "latents sample: absent, importing the engine ..."),
         ("judge train --dataset absent", "judge train: "),
+        ("judge eval absent --dataset absent", "judge eval: absent, importing the engine ..."),
+        ("judge predict absent --input absent", "judge predict: absent, importing the engine ..."),
+        (
+            "train --recipe latent_diffusion --dataset absent",
+            "train: latent_diffusion, probing the machine ...",
+        ),
         ("doctor --no_train", "probing backends ..."),
     ],
 )

@@ -1,4 +1,4 @@
-"""`judge train` takes every option of `train`, --world_size and --emulate included."""
+"""`judge train` accepts every option of `train`, including --world_size and --emulate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of docs/guide/judge.md run as they stand, one after the other."""
+"""Run the commands of docs/guide/judge.md as written, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/guide/latent-diffusion.md, followed as it is written, and the entry that the original's users start."""
+"""Follow docs/guide/latent-diffusion.md as written, and run the entry script of the original trainer."""
 
 from __future__ import annotations
 

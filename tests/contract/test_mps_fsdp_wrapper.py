@@ -1,4 +1,4 @@
-"""MPSFSDPWrapper beyond its guide: bad settings, policies of torch, tied weights, and what it refuses."""
+"""MPSFSDPWrapper beyond its guide: invalid settings, torch's policies, tied weights, rejected requests."""
 
 from __future__ import annotations
 

@@ -64,10 +64,10 @@ def test_bare_models_lists(
 
 def test_ctrl_c_again_and_again_prints_no_traceback() -> None:
     code = (
-        "import sys, time\nfrom crosstune.cli.main import end_quietly\n"
+        "import sys, time\nfrom crosstune.cli.main import run_interruptible\n"
         "def run():\n    try:\n        print('ready', flush=True)\n        time.sleep(60)\n"
         "    finally:\n        print('leaving', flush=True)\n        time.sleep(60)\n"
-        "sys.exit(end_quietly(run, is_process=True))\n"
+        "sys.exit(run_interruptible(run, is_process=True))\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

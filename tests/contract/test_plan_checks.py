@@ -1,4 +1,4 @@
-"""`crosstune plan` refuses what `train` refuses, in the same words, and says what it did not check."""
+"""`crosstune plan` rejects the requests that `train` rejects, with the same errors, and lists unchecked parts."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_name_that_is_taken(tiny_model: Path, capsys: Captured) -> None:
     assert main(["train", *words.split()]) == 0
     capsys.readouterr()
     by_plan, by_train = refusals(words, capsys)
-    assert "already holds a run" in by_plan
+    assert "already contains a run" in by_plan
     assert by_plan in by_train
     assert main(["plan", *words.split(), "--overwrite"]) == 0
     assert main(["plan", "--resume", "runs/run", "--json"]) == 0

@@ -1,4 +1,4 @@
-"""The commands of docs/guide/planning.md and clusters.md, and what the pages say they print."""
+"""Run the commands of docs/guide/planning.md and clusters.md, and compare the output with the pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of docs/guide/preference.md run as they stand."""
+"""Run the commands of docs/guide/preference.md as written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command lines that users were promised, planned on a machine of each backend, with the answers they were promised."""
+"""Promised command lines, planned on a machine of each backend, give the promised answers."""
 
 from __future__ import annotations
 
@@ -182,6 +182,7 @@ import sys
 import crosstune
 from crosstune.cli.main import main
 main(["--help"])
+print("options read:", "crosstune.config" in sys.modules, "yaml" in sys.modules)
 try:
     main(["plan", "--help"])
 except SystemExit:
@@ -189,7 +190,8 @@ except SystemExit:
 heavy = {"torch", "mlx", "transformers", "numpy", "rich", "datasets", "peft"} & set(sys.modules)
 print("heavy:", sorted(heavy))
 """
-    assert run_python(code).stdout.strip().endswith("heavy: []")
+    said = run_python(code).stdout
+    assert said.strip().endswith("heavy: []") and "options read: False False" in said
 
 
 def test_train_py_is_crosstune_train() -> None:

@@ -1,4 +1,4 @@
-"""The examples of docs/guide/python.md run as they stand, one after the other, and pass a type checker."""
+"""Run the examples of docs/guide/python.md as written, in order, and type-check them."""
 
 from __future__ import annotations
 

@@ -70,15 +70,15 @@ def test_impossible_values_are_refused_at_once(wrong: dict[str, Any]) -> None:
         QuantizationConfig(**wrong)
 
 
-@pytest.mark.parametrize(("kind", "options", "most_error", "most_bits"), REAL, ids=IDS)
-def test_layers_are_really_quantized(kind: Any, options: Any, most_error: float, most_bits: float) -> None:
+@pytest.mark.parametrize(("kind", "options", "max_error", "most_bits"), REAL, ids=IDS)
+def test_layers_are_really_quantized(kind: Any, options: Any, max_error: float, most_bits: float) -> None:
     adapter = kind(QuantizationConfig(**options))
     layer = adapter.create_quantized_linear(128, 256)
     assert isinstance(layer, QuantizedLinear) and isinstance(layer, nn.Module)
     weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(1)) * 0.02
     layer.quantize_weights(weight)
     dense = layer.dequantize_weights(torch.float32)
-    assert 0 < relative_error(dense, weight) < most_error
+    assert 0 < relative_error(dense, weight) < max_error
     held = 2 * weight.numel()
     if isinstance(layer, QuantLinear):
         held = sum(tensor.nbytes for tensor in layer.stored.tensors().values())

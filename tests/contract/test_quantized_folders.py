@@ -1,4 +1,4 @@
-"""Folders that the guides' quantization_wrapper writes: what comes back, what trains over them, what is refused."""
+"""Folders written by the guides' quantization_wrapper: loading, training on them, rejected requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that the guides' quantization_wrapper quantizes: which ones, with which bits, and training through them."""
+"""Layers quantized by the guides' quantization_wrapper: the choice of layers, their bits, and training through them."""
 
 from __future__ import annotations
 

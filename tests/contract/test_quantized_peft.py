@@ -1,4 +1,4 @@
-"""PEFT's own adapters over models that the guides' quantization_wrapper quantized."""
+"""PEFT's adapters on models quantized by the guides' quantization_wrapper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of docs/guide/runs.md and docs/guide/profiling.md, as they stand, in one process."""
+"""Run the commands of docs/guide/runs.md and docs/guide/profiling.md as written, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/guide/tracking.md, followed as it is written: its commands one after the other, and its tracker in a copy of the package."""
+"""Follow docs/guide/tracking.md as written: its commands in order, and its tracker in a copy of the package."""
 
 from __future__ import annotations
 

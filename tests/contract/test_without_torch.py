@@ -1,4 +1,4 @@
-"""`pip install crosstune[mlx]` in a clean environment: no torch comes with it, and a run is trained, continued, reported."""
+"""`pip install crosstune[mlx]` in a clean environment installs no torch; train, resume and report a run there."""
 
 from __future__ import annotations
 

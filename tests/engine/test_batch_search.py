@@ -1,4 +1,4 @@
-"""`--batch_size auto`: found with real passes, and the training that follows is the one with that size."""
+"""`--batch_size auto` finds the size with real passes; the run equals a run with that size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from crosstune.checkpoint.read import newest_valid
 from crosstune.config.load import make_config
 from crosstune.files.json_files import read_jsonl
-from crosstune.planner.learned import recall_all
+from crosstune.planner.measurements import recall_all
 from crosstune.runs.pipeline import RunResult, train
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 

@@ -1,4 +1,4 @@
-"""A model that overfits: the best weights are the result, on both engines, also after a stop and a resume."""
+"""For a model that overfits, the best weights are the result, on both engines, also after a stop and a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross entropy in parts, of logits and of whole models: the loss and gradient of doing it at once, and less memory."""
+"""Cross entropy in chunks, of logits and of whole models: same loss and gradient as in one piece, less memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run watched on the CPU as if MPS ran it: what passes, what is refused and named, and what falls back."""
+"""Emulate MPS for a run on the CPU: supported, rejected and falling-back operators."""
 
 from __future__ import annotations
 

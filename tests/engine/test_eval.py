@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from crosstune.cli.main import main
+from crosstune.files.journal import Journal
 from crosstune.results import evaluate
 
 pytest.importorskip("lm_eval")
@@ -133,3 +134,41 @@ def test_what_cannot_be_evaluated(run: Path, tmp_path: Path, capsys: pytest.Capt
     ):
         assert main(["eval", str(run), "--tasks", task, "--backend", "cpu"]) == 2
         assert reason in capsys.readouterr().err
+
+
+def test_an_interrupted_task_continues_and_changed_rows_are_evaluated_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"question": f"Color {n}?", "label": n % 3, "answer": WORDS[n % 3]} for n in range(12)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in (("colors", CHOICE), ("words", ANSWER)):
+        (tmp_path / f"{name}.yaml").write_text(text.format(data=data))
+    words = ["--tasks", f"{tmp_path / 'colors.yaml'},{tmp_path / 'words.yaml'}", "--batch_size", "4"]
+    plain, done = Journal.add, list[int]()
+
+    def stop(journal: Journal, new: Any) -> None:
+        plain(journal, new)
+        done.append(1)
+        if len(done) == 38:  # 36 requests of the first task, and two batches of the second
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "add", stop)
+        assert main(["eval", str(run), *words, "--backend", "cpu", "--precision", "fp32"]) == 130
+    [partial] = run.glob("benchmarks.json.*.partial")
+    assert partial.read_bytes().count(b"\n") == 9
+    capsys.readouterr()
+    assert main(["eval", str(run), *words, "--backend", "cpu", "--precision", "fp32", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "continues after 8 finished rows" in said.err and "examples/s" not in said.err
+    assert not list(run.glob("*.partial"))
+    (run / "benchmarks.json").unlink()
+    found = evaluated(capsys, str(run), *words)
+    assert [*found.values()] == json.loads(said.out)["results"], "the same without an interruption"
+    data.write_text("".join(json.dumps({**row, "label": 0, "answer": "red"}) + "\n" for row in rows))
+    again = evaluated(capsys, str(run), *words)
+    assert again["after", "colors", "acc"] != found["after", "colors", "acc"]
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluate, "open_chat_model", None)
+        assert evaluated(capsys, str(run), *words) == again

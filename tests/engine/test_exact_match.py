@@ -1,4 +1,4 @@
-"""Exact match of an evaluation: the share of answers that greedy decoding writes as the references have them."""
+"""Exact match in an evaluation: the fraction of answers that greedy decoding reproduces."""
 
 from __future__ import annotations
 

@@ -140,8 +140,14 @@ def test_gguf_comes_back_through_both_readers(
 
 
 def test_a_file_name_gives_the_gguf_file_itself(
-    trained: tuple[Path, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: tuple[Path, torch.Tensor],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("here"))
+    Path("model-f32.gguf").write_bytes(b"another model, which transformers would read")
     out = tmp_path / "mine.gguf"
     command = ["export", str(trained[0]), "--to", "gguf", "--out", str(out), "--backend", "cpu"]
     assert main(command) == 0
@@ -275,7 +281,7 @@ def test_few_bits_do_not_hide_a_wrong_model(
 ) -> None:
     pytest.importorskip("mlx_lm", reason="needs the extra crosstune[mlx]")
     wrong = {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
-    monkeypatch.setattr("crosstune.models.config_spelling.spell_config", lambda config: config | wrong)
+    monkeypatch.setattr("crosstune.models.config_aliases.add_config_aliases", lambda config: config | wrong)
     words = ["export", str(tiny_model), "--to", "mlx", "--n_bits", "4", "--out", str(tmp_path / "out")]
     assert main([*words, "--backend", "cpu"]) == 2
     said = capsys.readouterr().err

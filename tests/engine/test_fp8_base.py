@@ -1,4 +1,4 @@
-"""A base in fp8 of which some layers left: recorded, and the same whenever a run goes on or its result is opened."""
+"""An fp8 base with excluded layers: recorded, and the same after a resume or when the result is opened."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def no_second_choice(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def measured(*_: Any, **__: Any) -> None:
         raise AssertionError("it was chosen before")
 
-    return lambda: monkeypatch.setattr(choose, "leave_out_of_fp8", measured)
+    return lambda: monkeypatch.setattr(choose, "choose_fp8_exclusions", measured)
 
 
 def asked_in_fp8(folder: Path, **more: Any) -> dict[str, Any]:
@@ -280,24 +280,24 @@ from crosstune.torch_engine.open import open_session
 from crosstune.torch_engine.quantized import QuantLinear
 
 asked = json.loads(os.environ["ASKED"])
-measure = choose.leave_out_of_fp8
+measure = choose.choose_fp8_exclusions
 if group.ranks.rank:
     def measure(*_, **__):
         raise AssertionError("rank 0 chooses")
-choose.leave_out_of_fp8 = measure
+choose.choose_fp8_exclusions = measure
 plan = make_plan(make_config(**asked), ranks=group.ranks)
 for refused in (None, "a test refuses it"):
     choose.why_no_fp8 = lambda device, dtype: refused if group.ranks.rank else None
     session = open_session(plan, model_folder=Path(asked["model_name"]), group=group)
     base = session.plan.base
-    assert base.kept and base.outside_fp8 and group.same(repr(base))
+    assert base.kept and base.outside_fp8 and group.all_equal(repr(base))
     stored = {name.replace(".base", "") for name, m in session.model.named_modules() if isinstance(m, QuantLinear)}
-    assert not stored & set(base.kept) and group.same(repr(sorted(stored)))
+    assert not stored & set(base.kept) and group.all_equal(repr(sorted(stored)))
     groups = session.task.decoder.groups()
     outside = {name for name, stacked in groups.items() if not stacked.in_fp8}
     assert set(base.outside_fp8) <= outside and len(outside) == (8 if refused and group.ranks.rank else len(base.outside_fp8) + 2)
     logits = [one.tobytes() for one in session.logits([[5, 6, 7]])]
-    assert group.same(hashlib.sha256(b"".join(logits)).hexdigest())
+    assert group.all_equal(hashlib.sha256(b"".join(logits)).hexdigest())
 """
 
 

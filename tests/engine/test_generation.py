@@ -1,4 +1,4 @@
-"""Generation of every engine that is here: batches of prompts, sampling, streaming, and answers that are cut short."""
+"""Generation on every available engine: batches of prompts, sampling, streaming, and truncated answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import open_session as open_by_plan
-from crosstune.torch_engine.generate import cast_once
+from crosstune.torch_engine.generate.general import cast_once
 from crosstune.torch_engine.loading.adapters import AdaptedLinear
 from crosstune.torch_engine.open import open_session as open_torch
 
@@ -65,6 +65,10 @@ def test_sampling_follows_its_seed_and_leaves_training_alone(
         for seed in (1, 1, 2)
     ]
     assert answers[0] == answers[1] != answers[2]
+    options: Any = {"max_new_tokens": 8, "sampling": Sampling(temperature=1.0, seed=1)}
+    twice = session.generate(prompts[:1] * 2, **options)
+    assert session.generate(prompts[:1], earlier={tuple(prompts[0]): 1}, **options) == twice[1:]
+    assert twice[0] == answers[0][0] != twice[1]
     for name, array in session.export_state().random.items():
         np.testing.assert_array_equal(array, before[name])
 

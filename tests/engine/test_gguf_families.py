@@ -118,11 +118,11 @@ def test_a_run_is_checked_with_its_own_rows_and_gets_the_smallest_file(
     assert main(["train", *words, "--run_name", "mine"]) == 0
     capsys.readouterr()
     bound = 3e-5
-    report = export(capsys, str(run), "--max_kl", str(bound), "--out", str(tmp_path / "out"))
+    report = export(capsys, str(run), "--max_kl", str(bound))
     trials, chosen = report["trials"], report["chosen"]
     assert chosen["kl"] <= bound < max(trial["kl"] for trial in trials)
     assert chosen["bytes"] == min(trial["bytes"] for trial in trials if trial["kl"] <= bound)
-    stored = gguf.GGUFReader(tmp_path / "out" / report["file"]).tensors
+    stored = gguf.GGUFReader(run / "gguf-auto" / report["file"]).tensors
     assert sum(int(tensor.n_bytes) for tensor in stored) == chosen["bytes"]
     found = report["llama_cpp"]
     assert found["texts"]["of_run"] > 36, "the training rows and the samples"
@@ -160,7 +160,8 @@ def test_an_adapter_alone_computes_the_merged_model(
                 weight.copy_(0.05 * torch.randn_like(weight))
     adapted.save_pretrained(tmp_path / "adapter")
     words = [str(tmp_path / "adapter"), "--base", str(folder)]
-    report = export(capsys, *words, "--adapter_only", "--out", str(tmp_path / "out"))
+    report = export(capsys, *words, "--adapter_only", "--gguf_type", "q8_0", "--out", str(tmp_path / "out"))
+    assert report["warnings"][-1] == "--gguf_type has no effect with --adapter_only"
     found = report["llama_cpp"]
     assert found["agreement"]["relative"] < 1e-3 and found["answers"]["same"] == found["answers"]["compared"]
     bare = tmp_path / "base.gguf"

@@ -1,4 +1,4 @@
-"""What `import_transformers` puts off must work when it is used, for crosstune and for a program that uses transformers itself."""
+"""Names that `import_transformers` defers work when used, by crosstune and by other code that uses transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of one preset and engine in the place of another's: the same verdicts, and refusals where they cannot be."""
+"""Exchange adapters between presets and engines: the same verdicts, or an error if impossible."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_rms_norm(with_added: bool, quantize: Quantize | None) -> None:
     assert_close(found[1], expected[1])
     assert_same_rows(found[2], expected[2])
     assert torch.equal(outs[0][:, WIDTH:], outs[2][:, WIDTH:]), "only the rows' own columns are written"
-    fused.rms_norm_again(expected[0], expected[1], norm, outs[2][:, :WIDTH])
+    fused.rebuild_rms_norm(expected[0], expected[1], norm, outs[2][:, :WIDTH])
     assert_close(outs[2], outs[1])
     gradient = draw(TOKENS, WIDTH + 7)[:, :WIDTH]
     for residual in (None, x, draw(TOKENS, WIDTH + 8)[:, :WIDTH]):
@@ -294,3 +294,54 @@ def test_a_whole_model_with_fused_operations(fp8: bool) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-2 if fp8 else 1e-5)
     for found, expected in zip(*gradients, strict=True):
         assert_close(found, expected, 0.2 if fp8 else 1e-4)
+
+
+@pytest.mark.parametrize("programs", [1, 512], ids=["whole rows", "split rows"])
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize(("queries", "keys", "size"), [(4, 4, 16), (6, 2, 24), (3, 1, 64)])
+def test_attention_over_a_cache(
+    programs: int, window: int | None, queries: int, keys: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from crosstune.torch_engine.kernels import triton_cache
+
+    monkeypatch.setattr(triton_cache, "_PROGRAMS", programs)
+    rows, columns = 3, 150
+    positions = torch.tensor([0, 77, columns - 1], device=DEVICE)
+    packed = draw(rows, (queries + 2 * keys) * size)
+    parts = packed.split([queries * size, keys * size, keys * size], dim=1)
+    q, k, v = (part.unflatten(1, (-1, size)) for part in parts)
+    cache = [draw(rows, columns, keys, size) for _ in range(2)]
+    expected = [each.clone() for each in cache]
+    for each, new in zip(expected, (k, v), strict=True):
+        each[torch.arange(rows, device=DEVICE), positions] = new
+    triton_cache.store(k, v, *cache, positions)
+    assert all(torch.equal(*pair) for pair in zip(cache, expected, strict=True))
+    places = torch.arange(columns, device=DEVICE)
+    seen = places <= positions[:, None]
+    if window is not None:
+        seen &= places > positions[:, None] - window
+    scores = torch.einsum("nkgd,ntkd->nkgt", q.unflatten(1, (keys, -1)), expected[0]) * 0.3
+    weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
+    wanted = torch.einsum("nkgt,ntkd->nkgd", weights, expected[1]).flatten(1, 2)
+    assert_close(triton_cache.attend_cached(q, *cache, positions, scale=0.3, window=window), wanted)
+
+
+def test_generation_with_the_kernels_of_the_cache() -> None:
+    from crosstune.core.sampling import GREEDY
+    from crosstune.torch_engine.generate.answers import sample_answers
+    from crosstune.torch_engine.generate.fast import FastRows
+
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = hf.Qwen3Config(**shape, **heads, pad_token_id=0, eos_token_id=1, bos_token_id=2)
+    model: Any = hf.AutoModelForCausalLM.from_config(config).to(DEVICE)
+    found = []
+    for way in (fused, plain):
+        rows = FastRows(FastDecoder(model, dtype=torch.float32, operations=way))
+        assert rows.by_kernel == (way is fused)
+        options: dict[str, Any] = {"max_new_tokens": 4, "stop_ids": [], "sampling": GREEDY}
+        with torch.inference_mode():
+            found.append(sample_answers(rows, [[5, 6, 7], [9], [8, 9]], most_rows=2, **options))
+    for one, other in zip(*found, strict=True):
+        assert one.tokens == other.tokens
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)

@@ -1,4 +1,4 @@
-"""The fast layers with products in fp8: near those of the same weights, and which groups of layers stay out of them."""
+"""The fast layers with fp8 matmuls: close to the same weights without fp8, and the choice of excluded layer groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.kernels import torch_operations
-from crosstune.torch_engine.kernels.calibrate import leave_out_of_fp8, write_text
+from crosstune.torch_engine.kernels.calibrate import choose_fp8_exclusions, write_text
 from crosstune.torch_engine.kernels.choose import describe_decoder
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
@@ -104,7 +104,7 @@ def test_a_model_whose_predictions_stay_near_keeps_all_groups_in_fp8() -> None:
     quantize_base(adapters, IN_FP8)
     decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
     outside = outside_fp8(decoder)
-    found = leave_out_of_fp8(decoder, folder=None, tolerance=TOLERANCE, seed=0)
+    found = choose_fp8_exclusions(decoder, folder=None, tolerance=TOLERANCE, seed=0)
     assert found.names == () and 0 < found.before == found.after < TOLERANCE
     assert outside_fp8(decoder) == outside and describe_decoder(decoder, refused=None, left_out=found) == []
 
@@ -115,8 +115,8 @@ def test_groups_leave_fp8_until_predictions_are_near_those_of_the_folder(sharp_m
     quantize_base(adapters, IN_FP8)
     decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
     in_fp8 = {name for name, stacked in decoder.groups().items() if stacked.in_fp8}
-    assert leave_out_of_fp8(decoder, folder=folder, tolerance=0, seed=0).names == ()
-    found = leave_out_of_fp8(decoder, folder=folder, tolerance=TOLERANCE, seed=0)
+    assert choose_fp8_exclusions(decoder, folder=folder, tolerance=0, seed=0).names == ()
+    found = choose_fp8_exclusions(decoder, folder=folder, tolerance=TOLERANCE, seed=0)
     assert found.names and found.before > TOLERANCE >= found.after
     assert {*outside_fp8(decoder)} == (decoder.groups().keys() - in_fp8) | {*found.names}
     # Measured again on other text, by the two decoders themselves.
@@ -157,7 +157,7 @@ def test_groups_of_every_family_leave_fp8(name: str, prefix: str, tmp_path: Path
     )
     before = general_loss(model, None).item()
     decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
-    assert leave_out_of_fp8(decoder, folder=folder, tolerance=1e-9, seed=0).names
+    assert choose_fp8_exclusions(decoder, folder=folder, tolerance=1e-9, seed=0).names
     assert not any(isinstance(module, QuantLinear) for module in model.modules())
     exact = general_loss(model, None).item()
     assert exact != before and fast_loss(decoder, None).item() == pytest.approx(exact, rel=1e-5)
@@ -168,7 +168,7 @@ def test_a_model_without_numbers_for_predictions_leaves_fp8_as_it_is(sharp_model
     quantize_base(adapters, IN_FP8)
     model.lm_head.weight.data[3, 3] = torch.nan
     decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
-    assert leave_out_of_fp8(decoder, folder=folder, tolerance=TOLERANCE, seed=0).names == ()
+    assert choose_fp8_exclusions(decoder, folder=folder, tolerance=TOLERANCE, seed=0).names == ()
 
 
 def test_without_original_weights_groups_multiply_densely_with_the_stored_ones(sharp_model: Any) -> None:
@@ -176,7 +176,7 @@ def test_without_original_weights_groups_multiply_densely_with_the_stored_ones(s
     quantize_base(adapters, QuantSpec(quantizer="bnb", bits=4, group_size=64))
     before = general_loss(model, None)
     decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
-    found = leave_out_of_fp8(decoder, folder=None, tolerance=TOLERANCE, seed=0)
+    found = choose_fp8_exclusions(decoder, folder=None, tolerance=TOLERANCE, seed=0)
     assert found.names and isinstance(decoder.groups()[found.names[0]].bases[0], QuantLinear)
     assert torch.equal(general_loss(model, None), before)
     assert fast_loss(decoder, None).item() == pytest.approx(before.item(), rel=2e-2)

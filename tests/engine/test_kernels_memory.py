@@ -1,4 +1,4 @@
-"""The bytes that the fast layers keep for the backward pass, as they are predicted."""
+"""The bytes that the fast layers keep for the backward pass equal the prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions with the fast layers: the same training as with the general ones, before and after a resume."""
+"""Sessions with the fast layers: the same training as with the general layers, before and after a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`crosstune latents build` with an encoder: which texts are left out and refused, and when."""
+"""`crosstune latents build` with an encoder: skipped and rejected texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sentence encoder in torch, what it reads, and pairs that are built with it."""
+"""The sentence encoder in torch, its input limit, and pairs built with it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_pairs_of_texts_that_were_made_of_others(
                 source=str(tmp_path / "texts.txt"),
                 out=tmp_path / name,
                 encoder=str(folder),
-                most_texts=40,
+                max_texts=40,
                 validation_share=0.3,
                 options=WriteOptions(max_tokens=5),
                 device="cpu",

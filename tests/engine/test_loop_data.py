@@ -1,4 +1,4 @@
-"""The loop and the data of its steps: prepared in another thread, and no step is lost when a recipe fails."""
+"""The loop and its data: batches are prepared in a thread, and no step is lost if a recipe fails."""
 
 from __future__ import annotations
 

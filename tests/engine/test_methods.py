@@ -184,7 +184,7 @@ def test_a_model_that_was_expanded_before_is_not_expanded_again(
     second = open_torch(plan, model_folder=expanded)
     assert train_step(second, window, lr=3e-3).loss < losses[-1]
     assert second.num_parameters() == first.num_parameters()
-    with pytest.raises(UserError, match="does not say which of its blocks are new"):
+    with pytest.raises(UserError, match="does not specify the new blocks"):
         open_session(tiny_model, train_type="llama_pro", llama_pro_path=str(tiny_model))
 
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
@@ -14,6 +15,7 @@ pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
 from crosstune.cli.main import main
 from crosstune.files.safetensors_header import read_header
 from crosstune.models.tiny import tiny_model as make_tiny
+from crosstune.results.opened import open_engine
 
 
 def report_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -151,3 +153,14 @@ def test_the_folder_name_has_the_bits_and_16_bits_are_dense(
     assert (dense["path"], dense["n_bits"]) == (f"{two}-mlx", 16)
     assert num_quantized(Path(dense["path"])) == 0
     assert same_weights(plain, Path(dense["path"]))
+
+
+def test_both_engines_measure_the_same_importance(tiny_model: Path) -> None:
+    rows = [[1, 2, 3, 4, 5, 99], [7, 8, 9]]
+    ours, theirs = (
+        open_engine(name).input_squares(tiny_model, rows, show=lambda done, total: None)
+        for name in ("mlx", "torch")
+    )
+    assert ours.keys() == theirs.keys() and len(ours) == 15
+    for name, values in ours.items():
+        np.testing.assert_allclose(values, theirs[name], rtol=1e-4, atol=1e-7)

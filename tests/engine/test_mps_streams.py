@@ -1,4 +1,4 @@
-"""What FSDP2 needs of torch.mps and does not find there: tried with a device module that has no more than torch.mps."""
+"""The functions that FSDP2 needs and torch.mps lacks, on a device module with only the functions of torch.mps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations in host memory on an NVIDIA GPU: the same gradients, in less memory, with recomputed layers too."""
+"""Activations in host memory on an NVIDIA GPU: the same gradients with less memory, also with recomputed layers."""
 
 from __future__ import annotations
 

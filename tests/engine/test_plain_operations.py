@@ -44,7 +44,7 @@ def test_norms(dtype: torch.dtype, bound: float, residual: bool) -> None:
     kept, rstd, rows = plain.rms_norm(x.to(dtype), added.to(dtype), norm, outs[0][:, :WIDTH])
     assert_close(kept, total.detach(), bound)
     assert_close(rows.values, normalized.detach(), bound)
-    plain.rms_norm_again(kept, rstd, norm, outs[1][:, :WIDTH])
+    plain.rebuild_rms_norm(kept, rstd, norm, outs[1][:, :WIDTH])
     assert torch.equal(*outs) and not outs[0][:, WIDTH:].any()
     place = torch.zeros(TOKENS, WIDTH + 8, dtype=dtype)
     found = plain.rms_norm_backward(

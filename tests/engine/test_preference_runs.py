@@ -1,4 +1,4 @@
-"""Runs of the preference recipe: the reference is the model before the training, also after a resume and on another engine."""
+"""Runs of the preference recipe: the reference is the initial model, also after a resume and on the other engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from crosstune.checkpoint.tensors import read_tensors, write_tensors
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observers
+from crosstune.data.batches.forked import ForkedBatch
 from crosstune.planner.gather import make_plan
+from crosstune.recipes.preference.batch import make_batch
 from crosstune.runs.open_parts import find_model, open_recipe, open_session
 
 
@@ -116,6 +118,14 @@ def test_a_precomputed_reference_is_the_same(pairs: Path, tmp_path: Path, loss: 
         max_steps=6,
     )
     assert resumed[:4] == stored and len(resumed) == 6
+    if loss == "dpo":
+        other: dict[str, Any] = {"preference_loss": "ipo", "name": "stored", "resume": "auto", "max_steps": 7}
+        with pytest.raises(
+            UserError, match=r"does not match the checkpoint(?s:.*)objective: dpo 1.0 .* ipo 1.0"
+        ):
+            train(pairs, tmp_path, reference="precomputed", **other)
+        other["allow_mismatch"] = "objective"
+        assert len(train(pairs, tmp_path, reference="precomputed", **other)) == 7
 
 
 def test_a_reference_of_other_data_is_computed_again_and_a_damaged_one_rejected(
@@ -229,6 +239,42 @@ def test_packed_pairs_train_like_separate_rows(pairs: Path, tuned: Path, options
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
     for name, value in expected.metrics.items():
         assert found.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"packing": True, "context_length": 192}, {"use_gradient_checkpointing": True}],
+    ids=str,
+)
+def test_a_gpu_shares_prompts_like_separate_rows(pairs: Path, options: dict[str, Any]) -> None:
+    """Branches attend through torch's kernel for sequences of queries and keys; in bf16 the difference is rounding."""
+    asked: dict[str, Any] = {"backend": "cuda", "precision": "bf16", "kernels": "fast"}
+    recipe, session = open_both(pairs, **asked | options)
+    assert session.task.decoder is not None and session.task.decoder.drops_padding
+    first = session.evaluate(recipe.micro_batches(0))
+    assert first.loss == pytest.approx(math.log(2), abs=1e-4)
+    for step in range(2):
+        session.backward([session.prepare(batch) for batch in recipe.micro_batches(step)])
+        session.update(lr=1e-2)
+    shared = recipe.micro_batches(2)
+    assert all(isinstance(batch.tokens, ForkedBatch) for batch in shared)
+    places = [place for row in recipe._order().rows(2) for place in row]
+    apart = make_batch(
+        [[recipe.train[place]] for place in places],
+        pad_id=recipe.tokenizer.pad_id,
+        shares_prompts=False,
+        mean_chosen=shared[0].mean_chosen,
+    )
+    [expected_log_probs] = session.task.answer_log_probs(session, [apart])
+    log_probs = np.concatenate(session.task.answer_log_probs(session, shared))
+    assert np.abs(log_probs - expected_log_probs).max() < 0.01 * apart.lengths.max()
+    expected = session.backward([session.prepare(apart)])
+    session.update(lr=0.0)  # forgets the gradients, keeps the weights
+    found = session.backward([session.prepare(batch) for batch in shared])
+    assert abs(expected.metrics["rewards/margins"]) > 0.1, "the model has left its reference"
+    assert found.loss == pytest.approx(expected.loss, abs=2e-2)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=5e-2)
 
 
 def test_a_packed_run_resumes(pairs: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Preference training that goes wrong is recognized, by a run made for each problem; a healthy run gets no verdict."""
+"""Detect problems of preference training, with one run for each problem; a healthy run gets no verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import crosstune
-from crosstune.recipes.preference.metrics import wilson
+from crosstune.core.intervals import wilson
 
 Row = dict[str, str]
 
@@ -113,11 +113,3 @@ def test_answers_that_grow(train: Callable[..., Path]) -> None:
         if event["kind"] == "evaluation"
     ]
     assert lengths[0] < 8 < lengths[-1]
-
-
-@pytest.mark.parametrize(
-    ("fraction", "count", "low", "high"),
-    [(0.5, 10, 0.2366, 0.7634), (1.0, 20, 0.8389, 1.0), (0.0, 5, 0.0, 0.4345)],
-)
-def test_wilson_intervals(fraction: float, count: int, low: float, high: float) -> None:
-    assert wilson(fraction, count) == pytest.approx((low, high), abs=1e-4)

@@ -1,4 +1,4 @@
-"""The MLX probe on this computer, be it a Mac or a Linux processor."""
+"""The MLX probe on this computer, a Mac or a Linux CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch probe on this computer: what it reports really ran."""
+"""The torch probe on this computer reports only features that ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiled trainings: the same losses, shares that add up, files that tools read."""
+"""Profiled runs: the same losses, fractions that add up, files that tools can read."""
 
 from __future__ import annotations
 

@@ -22,16 +22,21 @@ import pytest
 import yaml
 
 from crosstune.cli.main import main
-from crosstune.report.model_card import wilson
+from crosstune.models.bundled import SMOLLM2_HUB
+from crosstune.results import push
 
 SECRET = "hf_abcdEFGH1234ijklMNOP5678"
 COMMIT = "c" * 40
 ROW = "a private sentence of the data"
 LOAD = """
 import sys
-from peft import AutoPeftModelForCausalLM
+sys.modules["crosstune"] = None  # it cannot be imported
+if sys.argv[2] == "adapter":
+    from peft import AutoPeftModelForCausalLM as Model
+else:
+    from transformers import AutoModelForCausalLM as Model
 from transformers import AutoTokenizer
-model = AutoPeftModelForCausalLM.from_pretrained(sys.argv[1])
+model = Model.from_pretrained(sys.argv[1])
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 chat = [{"role": "user", "content": "Hello"}]
 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -228,10 +233,12 @@ def test_what_cannot_be_pushed(
         assert reason in capsys.readouterr().err
 
 
-def test_an_interval_is_wilsons() -> None:
-    """Values from the textbook: 0 of 10 and 5 of 10."""
-    assert wilson(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-3)
-    assert wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-3)
+def test_the_bundled_model_is_not_exactly_its_base_on_the_hub(tmp_path: Path) -> None:
+    """With its identity, `crosstune chat` would reject the hub's weights as a different base."""
+    record = tmp_path / "crosstune.json"
+    record.write_text(json.dumps({"base": {"name": "smollm2-135m", "identity": {"sha256": "0" * 64}}}))
+    push._clean(record, base=SMOLLM2_HUB)
+    assert json.loads(record.read_text()) == {"base": {"name": SMOLLM2_HUB}}
 
 
 @pytest.fixture
@@ -247,12 +254,17 @@ def hub(tiny_model: Path) -> Iterator[tuple[Hub, str]]:
 
 
 @pytest.mark.slow
-def test_a_pushed_adapter_loads_with_peft_and_a_broken_push_continues(
+def test_pushed_models_load_elsewhere_and_a_broken_push_continues(
     run: Path, hub: tuple[Hub, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served, url = hub
     variables = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    variables |= {"HF_ENDPOINT": url, "HF_TOKEN": SECRET, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+    variables |= {
+        "HF_ENDPOINT": url,
+        "HF_TOKEN": SECRET,
+        "HF_HOME": str(tmp_path / "mine"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
     variables |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def python(*words: str) -> subprocess.CompletedProcess[str]:
@@ -270,10 +282,15 @@ def test_a_pushed_adapter_loads_with_peft_and_a_broken_push_continues(
     assert done.returncode == 0 and f"{url}/me/tuned" in done.stdout, done.stderr
     assert len(served.uploads) == 1  # the weights had arrived
     assert served.private["me/tuned"] and b"license: mit" in served.repos["me/tuned"]["README.md"]
-    loaded = python("-c", LOAD, "me/tuned")
-    assert loaded.returncode == 0, loaded.stderr
-    answer = loaded.stdout.partition("ANSWER ")[2].strip()
+    whole = python(*words[:5], "me/whole", *words[6:], "--what", "merged")
+    assert whole.returncode == 0 and b"library_name: transformers" in served.repos["me/whole"]["README.md"]
+    variables |= {"HF_HOME": str(tmp_path / "theirs")}
+    answers = []
+    for name, what in (("me/tuned", "adapter"), ("me/whole", "merged")):
+        loaded = python("-c", LOAD, name, what)
+        assert loaded.returncode == 0, loaded.stderr
+        answers.append(loaded.stdout.partition("ANSWER ")[2].strip())
     capsys.readouterr()
     options = ["--backend", "cpu", "--precision", "fp32", "--max_new_tokens", "6", "--json"]
     assert main(["generate", str(run), "--prompt", "Hello", *options]) == 0
-    assert json.loads(capsys.readouterr().out)["answer"] == answer
+    assert answers == 2 * [json.loads(capsys.readouterr().out)["answer"]]

@@ -1,4 +1,4 @@
-"""Models that `crosstune.load` opens, and training with another tokenizer than the model's."""
+"""Models that `crosstune.load` opens, and training with a different tokenizer."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ if first:
     kept = open_checkpoint(folder / "best" / "checkpoints" / "step-00000001").load().weights
     for name, array in kept.items():
         np.testing.assert_allclose(weights[name], array, err_msg=name, rtol=1e-2)
-group.meet()
+group.barrier()
 """
 
 DISK = """
@@ -83,7 +83,7 @@ RunRecord._append = refuse_record
 error = failing("record", RecordFailed, save_steps=1)
 assert "The record of the run could not be written" in str(error) and "metrics.jsonl" in str(error), error
 RunRecord._append = append
-group.meet()
+group.barrier()
 assert (folder / "record" / "checkpoints" / "step-00000002").is_dir(), "the completed step is kept"
 
 def refuse_checkpoint(root, state, fields):

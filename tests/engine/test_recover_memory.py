@@ -1,4 +1,4 @@
-"""A step or an evaluation that does not fit into memory is repeated with fewer rows at a time: the same training."""
+"""A step or an evaluation that does not fit into memory is repeated with smaller micro-batches, with the same result."""
 
 from __future__ import annotations
 

@@ -53,6 +53,7 @@ class Served:
         )
         with answer:
             for event in answer:
+                assert event.model == model
                 parts += [choice.delta.content or "" for choice in event.choices]
                 if leave_after is not None and len(parts) >= leave_after:
                     break

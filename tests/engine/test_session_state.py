@@ -1,4 +1,4 @@
-"""The state of torch sessions beyond tests/engine/test_sessions.py: what this engine has alone, and the search for numbers that are not finite."""
+"""The state of torch sessions beyond test_sessions.py: state specific to torch, and the search for non-finite values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promises of every engine to the loop: one suite, run against each engine that is here."""
+"""The session interface: one suite, run with each available engine."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ for name, session in sessions.items():
     session.discard()
     blamed = session.find_nonfinite(prepare_window(session, bad))
     assert blamed == "the first non-finite value was the output of enter", blamed
-    assert group.same(blamed)
+    assert group.all_equal(blamed)
     assert session.backward(prepare_window(session, window)).is_finite
     session.discard()
 

@@ -1,4 +1,4 @@
-"""Attention by batched products against torch's own: values and gradients, with documents, windows and shared keys."""
+"""Attention by batched matmuls against torch's own: values and gradients, with documents, windows and shared keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights are found for torch through the one check of a safetensors header."""
+"""Torch finds weights through the common check of safetensors headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The group of several torch processes over gloo: messages, ends that name who is missing, collectives that differ."""
+"""The group of several torch processes over gloo: messages, errors that list missing ranks, mismatched collectives."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ except UserError as error:
 TALK = """
 group = connect(read_ranks(), limits)
 assert group.any(rank == 1) and not group.any(False)
-assert group.same("x") and not group.same(str(rank))
-assert group.share("näher" * (1 + rank)) == "näher" and group.share("") == ""
+assert group.all_equal("x") and not group.all_equal(str(rank))
+assert group.broadcast("näher" * (1 + rank)) == "näher" and group.broadcast("") == ""
 import math
 assert group.sum_numbers(0.1, rank) == [math.fsum([0.1] * 3), 3.0]
 assert math.isnan(group.sum_numbers((-math.inf, 0.0, math.inf)[rank])[0])
@@ -42,7 +42,7 @@ ones = torch.ones(2)
 dist.all_reduce(ones)
 assert ones.tolist() == [3.0, 3.0]
 board = group.open_board()
-group.meet()
+group.barrier()
 group.close()
 assert not dist.is_initialized()
 """
@@ -68,7 +68,7 @@ def test_the_rank_that_serves_the_store_leaves_last() -> None:
     """Another rank may still read from the store, as gloo does when it connects two ranks for the first time."""
     code = """
 group = connect(read_ranks(), limits)
-group.meet()
+group.barrier()
 if rank == 1:
     time.sleep(1.0)
     group.store.set("late", "x")
@@ -104,8 +104,8 @@ def test_a_restart_over_the_same_store_does_not_meet_the_attempt_before(tmp_path
             assert agent.poll() is None, agent.said()
             time.sleep(0.01)
         for attempt in range(2):
-            code = "group = connect(read_ranks(), limits); group.meet()\n"
-            code += "found = group.recall(); group.remember(f'run-{group.ranks.attempt}'); print('found', found); group.meet()\n"
+            code = "group = connect(read_ranks(), limits); group.barrier()\n"
+            code += "found = group.recall(); group.remember(f'run-{group.ranks.attempt}'); print('found', found); group.barrier()\n"
             code += "os._exit(9) if rank else None"  # as if it was killed
             variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
             ranks = [start(rank, code, size=2, port=port, **variables) for rank in (0, 1)]
@@ -171,7 +171,7 @@ collectives = {
     "dtype": lambda: dist.all_reduce(torch.ones(2, dtype=torch.float32 if rank else torch.float64)),
 }
 for name, collective in collectives.items():
-    group.meet()
+    group.barrier()
     try:
         with peer_errors(group.ranks, doing="a step"):
             collective()
@@ -187,7 +187,7 @@ def test_collectives_that_differ_are_found_at_once_in_debug_mode() -> None:
 
 
 def test_a_killed_peer_is_a_lost_peer() -> None:
-    code = "group = connect(read_ranks(), limits)\nos._exit(9) if rank else group.meet()"
+    code = "group = connect(read_ranks(), limits)\nos._exit(9) if rank else group.barrier()"
     (first, said), _ = run(code)
     assert first == 4 and "rank 0 of 2" in said and "lost the connection" in said
 

@@ -95,7 +95,7 @@ def test_a_folder_that_holds_another_run_is_kept(
     assert train(tmp_path, *words) == 0
     before = (tmp_path / "runs" / "one" / "metrics.jsonl").read_bytes()
     assert train(tmp_path, *words) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
     assert (tmp_path / "runs" / "one" / "metrics.jsonl").read_bytes() == before
     assert train(tmp_path, *words, "--overwrite") == 0
     assert (tmp_path / "runs" / "one~1" / "metrics.jsonl").read_bytes() == before

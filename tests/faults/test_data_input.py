@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -262,3 +263,28 @@ def test_a_file_without_a_readable_row_is_not_called_empty(
 def test_a_blank_source_is_one_error(capsys: Any) -> None:
     assert main(["data", " "]) == 2
     assert "SOURCE is blank" in (told := capsys.readouterr().err) and "backslash" not in told
+
+
+@pytest.mark.parametrize("recipe", ["sft", "preference", "judge"])
+def test_the_truncation_that_the_user_passed_is_not_advised(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = {"completion": "a"} if recipe == "sft" else {"chosen": "a", "rejected": "b"}
+    rows = [{"prompt": f"{'word ' * 90}{n}"} | answers for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        "train",
+        "--recipe",
+        recipe,
+        "--model_name",
+        "tiny-random",
+        "--dataset",
+        str(tmp_path / "rows.jsonl"),
+    ]
+    words += ["--backend", "cpu", "--context_length", "64", "--output_dir", str(tmp_path / "runs")]
+    for asked, ways in (("drop", ["cut"]), ("error", ["cut", "drop"])):
+        ways = [way for way in ways if recipe != "judge" or way != "cut"]  # it would cut the verdict
+        others = f", or pass --truncation {' or '.join(ways)}" if ways else ""
+        assert main([*words, "--truncation", asked]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert re.fullmatch(rf"  do:  raise --context_length to \d+{others}", said), said

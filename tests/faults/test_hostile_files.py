@@ -34,6 +34,20 @@ def test_damaged_files(shop: Workshop, first: int, capfd: pytest.CaptureFixture[
         assert problem is None, f"seed {seed}, {case.kind}: {problem}\n{case.words}"
 
 
+@pytest.mark.parametrize(
+    "kind", ["imports", "benchmarks", "made pairs", pytest.param("tasks", marks=pytest.mark.slow)]
+)
+def test_damaged_inputs_of_the_commands_around_a_run(
+    kind: str, shop: Workshop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "tasks":
+        pytest.importorskip("lm_eval")
+    for seed in range(1, 9):
+        case = make_case(shop, seed, only=kind)
+        problem = run_case(case, out=lambda: "".join(capfd.readouterr()))
+        assert problem is None, f"seed {seed}, {case.kind}: {problem}\n{case.words}"
+
+
 def test_a_file_name_that_is_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = os.fsdecode(bytes(tmp_path) + b"/d\xff.jsonl")
     assert main(["train", "--backend", "cpu", "--dataset", data]) == 2

@@ -37,11 +37,22 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs / "run" / "adapter"
 
 
-@pytest.mark.parametrize("command", [["merge"], ["export", "--to", "hf"], ["export", "--to", "gguf"]])
+PUSH = ["push", "--to", "org/name", "--what", "merged", "--dry_run"]
+
+
+@pytest.mark.parametrize("command", [["merge"], ["export", "--to", "hf"], ["export", "--to", "gguf"], PUSH])
 def test_a_disk_that_fills_leaves_nothing(
-    command: list[str], adapter: Path, tiny_model: Path, tmp_path: Path, capsys: Captured
+    command: list[str],
+    adapter: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = [command[0], str(adapter), *command[1:], "--out", str(tmp_path / "out"), "--backend", "cpu"]
+    if command is PUSH:
+        words = [command[0], str(adapter.parent), *words[2:-2]]
+        monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path.with_name(f"{tmp_path.name}-cache")))
     num_bytes = max(path.stat().st_size for path in tiny_model.iterdir())
     for tenth in (
         0,
@@ -53,7 +64,8 @@ def test_a_disk_that_fills_leaves_nothing(
         with file_limit(num_bytes * tenth // 10):
             assert main(words) == 2
         said = capsys.readouterr().err
-        assert "disk space" in said and "do:" in said and "Traceback" not in said, said
+        assert "disk space" in said or (command is PUSH and "limit was reached" in said), said
+        assert "do:" in said and "Traceback" not in said and "/." not in said, said
         assert list(tmp_path.iterdir()) == []
     assert main(words) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -128,7 +140,11 @@ def test_the_second_of_two_merges_into_one_folder_says_what_to_do(
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "config.json"]
 
 
-@pytest.mark.parametrize("command", [["export", "--to", "hf"], ["convert", "--to", "hqq"]])
+ANSWER = ["generate", "--prompt", "Hi", "--temperature", "1"]
+JUDGE = ["judge", "predict"]
+
+
+@pytest.mark.parametrize("command", [["export", "--to", "hf"], ["convert", "--to", "hqq"], ANSWER, JUDGE])
 def test_a_model_with_bad_weights_is_the_users_to_mend(
     command: list[str], tiny_model: Path, tmp_path: Path, capsys: Captured
 ) -> None:
@@ -140,7 +156,14 @@ def test_a_model_with_bad_weights_is_the_users_to_mend(
     name = next(name for name in weights if "norm" in name)
     weights[name] = np.full_like(weights[name], np.nan)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    words = [command[0], str(model), *command[1:], "--out", str(tmp_path / "out"), "--backend", "cpu"]
+    out, items = str(tmp_path / "out"), model / "items.jsonl"
+    items.write_text('{"task": "t", "answer": "a"}\n')
+    words = [command[0], str(model), *command[1:], "--out", out]
+    if command is ANSWER:
+        words = [command[0], str(model), *command[1:]]
+    elif command is JUDGE:
+        words = [*command[:2], str(model), "--input", str(items), "--output", out]
+    words += ["--backend", "cpu"]
     assert main(words) == 2
     said = capsys.readouterr().err
     assert "not finite" in said and "bug" not in said
@@ -171,6 +194,11 @@ def test_a_journal_continues_only_its_own_request(tmp_path: Path) -> None:
         assert third.rows == rows
     with journal({"a": 1}) as fourth:
         assert fourth.rows == rows
+    key, one, two, three = partial.read_bytes().splitlines(keepends=True)
+    partial.write_bytes(key + one + two.replace(b'"n": 2', b'"n": 7') + three)
+    with journal({"a": 1}) as damaged:
+        assert damaged.rows == rows[:1]
+        damaged.add(rows[1:])
     with journal({"a": 2}) as fifth:
         assert fifth.rows == []
         fifth.add([1])

@@ -1,4 +1,4 @@
-"""A run whose folder is renamed, replaced or removed stops, keeps its last step, and says where."""
+"""A run whose folder is renamed, replaced or removed stops, keeps its last step, and reports its location."""
 
 from __future__ import annotations
 

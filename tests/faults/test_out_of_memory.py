@@ -93,7 +93,7 @@ def test_a_start_that_fails_before_its_first_step_leaves_its_name_free(bench: Be
     assert list(folder.parent.glob("free~*")) == []
     assert differences(read_bits(folder), bench.reference("lora")) == []
     refused = bench.start("lora", folder).wait()
-    assert refused.code == 2 and "already holds a run" in refused.said
+    assert refused.code == 2 and "already contains a run" in refused.said
 
 
 def test_a_last_evaluation_that_does_not_fit_costs_neither_checkpoint_nor_result(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""What a user names as output is checked before the work, is never destroyed, and a full disk or a kill costs nothing done."""
+"""Outputs named by the user are checked before the work and never destroyed; a full disk or a kill loses no finished work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from crosstune.cli.adopt import adopt
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.files.outputs import check_output, check_output_folder, is_stream, write_output
-from crosstune.files.plain_files import no_room
+from crosstune.files.plain_files import disk_full_reason
 
 Captured = pytest.CaptureFixture[str]
 
@@ -38,6 +38,7 @@ FILES = {
     "compare": ["compare", "no-run", "other", "--out"],
     "launch": ["launch", "--on", "slurm", "--nnodes", "1", "--print", "--output"],
     "move": ["move", "no-run", "--to", "cpu", "--out"],
+    "import": ["import", "no-file.yml", "--out"],
 }
 FOLDERS = {
     "judge data": ["judge", "data", "no-data.jsonl", "--split_to"],
@@ -47,6 +48,7 @@ FOLDERS = {
     "convert": ["convert", "no-model", "--to", "bnb", "--out"],
     "checkpoint export": ["checkpoint", "export", "no-run", "--out"],
     "checkpoint import": ["checkpoint", "import", "no-file", "--out"],
+    "push": ["push", "no-run", "--to", "org/name", "--dry_run", "--out"],
 }
 
 
@@ -104,7 +106,7 @@ def test_a_file_of_a_run_is_kept_even_with_overwrite(command: str, tmp_path: Pat
         check_output(tmp_path / "run" / "checkpoints" / "new", option="out")
     check_output(tmp_path / "run" / "answers.jsonl", option="out")
     assert main([*FOLDERS["checkpoint import"], str(tmp_path / "run")]) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", FILES | FOLDERS)
@@ -167,6 +169,10 @@ def test_the_input_is_not_replaced(tmp_path: Path, capsys: Captured) -> None:
         assert "is the input" in capsys.readouterr().err
         items.write_text(items_before)
     assert "mine" in items.read_text()
+    config = tmp_path / "axolotl.yml"
+    config.write_text("base_model: m\nadapter: lora\n")
+    assert main(["import", str(config), "--out", str(config), "--overwrite"]) == 2
+    assert "is the input" in capsys.readouterr().err and "adapter: lora" in config.read_text()
 
 
 def test_a_regular_file_is_replaced_with_its_mode_and_through_its_link(tmp_path: Path) -> None:
@@ -235,5 +241,5 @@ def test_the_full_disk_of_every_library_is_recognized(name: str, tmp_path: Path)
             mlx.save_safetensors(str(tmp_path / "a.safetensors"), {"a": mlx.array(array)})
         else:
             (tmp_path / "a").write_bytes(array.tobytes())
-    assert no_room(caught.value) is not None
-    assert no_room(ValueError("the file is too large")) is None
+    assert disk_full_reason(caught.value) is not None
+    assert disk_full_reason(ValueError("the file is too large")) is None

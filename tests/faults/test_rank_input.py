@@ -1,4 +1,4 @@
-"""Processes that do not fit together, and places at which they cannot meet: each ends with a reason, none hangs."""
+"""Mismatched processes and unreachable addresses: each process ends with a reason, none hangs."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_other_versions_are_refused() -> None:
     class Apart(SingleProcess):
         ranks = Ranks(engine="torch", rank=1, size=2, host="h")
 
-        def same(self, text: str) -> bool:
+        def all_equal(self, text: str) -> bool:
             return False
 
-        def share(self, text: str) -> str:
+        def broadcast(self, text: str) -> str:
             return "crosstune 0.0, torch 1.0"
 
     with pytest.raises(UserError, match="different versions") as caught:

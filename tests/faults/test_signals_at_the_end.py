@@ -1,4 +1,4 @@
-"""A signal while the result is written leaves a whole result or none, and never a part of one."""
+"""A signal during the write of the result leaves a complete result or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two machines, as network namespaces with addresses of their own, train together through the guides' variables."""
+"""Two machines, as network namespaces with separate addresses, train together through the guides' variables."""
 
 from __future__ import annotations
 

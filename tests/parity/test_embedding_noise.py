@@ -1,4 +1,4 @@
-"""NEFTune: the noise itself, against a reference, the same on both engines and in every division of a step."""
+"""NEFTune noise equals a reference, on both engines and for every division of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent diffusion on the common loop: a resumed run is the uninterrupted one, and trained folders are used."""
+"""Latent diffusion on the common loop: a resumed run equals the uninterrupted run; trained folders can be used."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with pairs, and a run of eight steps in every mode with dropout and an average of its weights."""
     home = tmp_path_factory.mktemp("latents")
     build(
-        BuildRequest(
-            source="grammar", out=home / "pairs", most_texts=200, options=WriteOptions(max_tokens=12)
-        )
+        BuildRequest(source="grammar", out=home / "pairs", max_texts=200, options=WriteOptions(max_tokens=12))
     )
     train_to(home, "whole", 8)
     return home

@@ -1,4 +1,4 @@
-"""The MLX engine and the torch engine are one training: losses, gradients, optimizers, states and files."""
+"""The MLX engine equals the torch engine: losses, gradients, optimizers, states and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several MLX processes are one: the same losses and weights, the same checkpoints, one end. Real ones, over loopback."""
+"""Several MLX processes equal one: losses, weights, checkpoints. Real processes over loopback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.distributed.environment import LAUNCHER
 from crosstune.distributed.launch import ring_environments
-from crosstune.distributed.links import Begin
+from crosstune.distributed.links import AttemptLayout
 from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.runs.pipeline import train
 
@@ -46,8 +46,8 @@ try:
     train(make_config(**asked | {"name": "other", "resume": "none", "seed": group.ranks.rank}), group=group)
 except UserError as error:
     print("refused:", error.message)
-assert group.any(group.ranks.rank == 1) and not group.any(False) and not group.same(str(group.ranks.rank))
-assert group.share("näher" * (1 + group.ranks.rank)) == "näher"
+assert group.any(group.ranks.rank == 1) and not group.any(False) and not group.all_equal(str(group.ranks.rank))
+assert group.broadcast("näher" * (1 + group.ranks.rank)) == "näher"
 """
 
 
@@ -95,7 +95,7 @@ def runs(tiny_model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory)
     middle = folder / "one-lora" / "checkpoints" / "step-00000002"
     todo.append(halved | RUNS["lora"] | {"name": "two-on", "world_size": 2, "resume": str(middle)})
     (folder / "todo.json").write_text(json.dumps(todo))
-    begin = Begin(attempt=0, size=2, num_local=2, port=0)
+    begin = AttemptLayout(attempt=0, size=2, num_local=2, port=0)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(folder / "todo.json")],

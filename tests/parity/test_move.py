@@ -1,4 +1,4 @@
-"""A run that moves between engines equals the run that stays: its losses, its archive, what is refused."""
+"""A run that moves between engines equals a run that stays: losses, archive, rejected moves."""
 
 from __future__ import annotations
 

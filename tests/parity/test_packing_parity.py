@@ -1,4 +1,4 @@
-"""Packed rows give every document the loss and the gradient it has alone, for several kinds of models."""
+"""In packed rows, a document has the same loss and gradient as alone, for several kinds of models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that continues from a checkpoint is the run that was never interrupted, bit for bit and step by step."""
+"""A resumed run equals the uninterrupted run, bit for bit and step by step."""
 
 from __future__ import annotations
 

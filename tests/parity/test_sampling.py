@@ -17,8 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from crosstune.core.answers import draw_numbers
 from crosstune.core.sampling import Sampling
-from crosstune.torch_engine.generate import RepetitionPenalty
+from crosstune.torch_engine.generate.sampler import Sampler, filter_logits, penalize
 
 VOCABULARY = 97
 SETTINGS = [
@@ -54,53 +55,71 @@ def reference(sampling: Sampling, ids: torch.Tensor, logits: np.ndarray[Any, Any
     return np.asarray(torch.softmax(scores, dim=-1))
 
 
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_mlx_draws_from_the_distribution_of_transformers(sampling: Sampling) -> None:
-    mx = pytest.importorskip("mlx.core", reason="needs the extra crosstune[mlx]")
-    from crosstune.mlx_engine.generate import TokenChooser, filter_logits, penalize
+def mark(prompts: list[list[int]]) -> np.ndarray[Any, Any]:
+    seen = np.zeros((len(prompts), VOCABULARY), dtype=bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, prompt] = True
+    return seen
 
+
+@pytest.mark.parametrize("engine", ["torch", "mlx"])
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_tokens_are_drawn_from_the_distribution_of_transformers(engine: str, sampling: Sampling) -> None:
+    prompts = [[1, 2, 3, 3], [4, 5, 6, 7], [96, 0, 0, 1]]
+    seen, penalty, warmth = mark(prompts), sampling.repetition_penalty, sampling.temperature
     for seed in range(5):
         logits = logits_of(seed)
-        prompts = [[1, 2, 3, 3], [4, 5, 6, 7], [96, 0, 0, 1]]
         expected = reference(sampling, torch.tensor(prompts), logits)
-        chooser = TokenChooser(prompts, sampling)
-        chooser.choose(mx.array(logits))
-        scores = mx.array(logits)
-        if sampling.repetition_penalty != 1:
-            seen = np.zeros((3, VOCABULARY), dtype=bool)
-            for row, prompt in enumerate(prompts):
-                seen[row, prompt] = True
-            scores = penalize(scores, mx.array(seen), sampling.repetition_penalty)
-        found = np.array(mx.softmax(filter_logits(scores / sampling.temperature, sampling), axis=-1))
+        if engine == "mlx":
+            mx = pytest.importorskip("mlx.core", reason="needs the extra crosstune[mlx]")
+            from crosstune.mlx_engine import generate as ours
+
+            scores = ours.penalize(mx.array(logits), mx.array(seen), penalty) / warmth
+            found = np.array(mx.softmax(ours.filter_logits(scores, sampling), axis=-1))
+        else:
+            whole = penalize(torch.from_numpy(logits), torch.from_numpy(seen), penalty) / warmth
+            found = filter_logits(whole, sampling).softmax(-1).numpy()
         np.testing.assert_array_equal(found == 0, expected == 0)
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_mlx_draws_with_the_frequencies_of_the_distribution_and_penalizes_what_it_said() -> None:
-    mx = pytest.importorskip("mlx.core", reason="needs the extra crosstune[mlx]")
-    from crosstune.mlx_engine.generate import TokenChooser
+@pytest.mark.parametrize("engine", ["torch", "mlx"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.8), Sampling(temperature=0.8, top_k=4, top_p=0.95)]
+)
+def test_drawn_frequencies_pass_a_chi_square_test(engine: str, sampling: Sampling) -> None:
+    """With a fixed seed, so that it always passes or always fails: the bound is exceeded by chance once in 10,000 seeds."""
+    count, logits = 20_000, logits_of(0)[:1]
+    expected = reference(sampling, torch.zeros((1, 1), dtype=torch.long), logits)[0]
+    numbers = np.array([draw_numbers(sampling, [7, 8], number=n, count=1)[0] for n in range(count)])
+    if engine == "mlx":
+        mx = pytest.importorskip("mlx.core", reason="needs the extra crosstune[mlx]")
+        from crosstune.mlx_engine.generate import choose_tokens
 
-    sampling = Sampling(temperature=0.8, top_k=4, top_p=0.95)
-    logits = np.repeat(logits_of(0)[:1], 4000, axis=0)
-    expected = reference(sampling, torch.zeros((1, 1), dtype=torch.long), logits[:1])[0]
-    drawn = np.array(TokenChooser([[0]] * 4000, sampling).choose(mx.array(logits)))
-    np.testing.assert_allclose(np.bincount(drawn, minlength=VOCABULARY) / 4000, expected, atol=0.03)
-
-    chooser = TokenChooser([[0]], Sampling(repetition_penalty=50.0))
-    order = [int(chooser.choose(mx.array(logits[:1]))[0]) for _ in range(5)]
-    assert len(set(order)) == 5, "greedy, but never the same token twice"
-
-
-def test_the_torch_penalty_is_that_of_transformers_and_leaves_padding_alone() -> None:
-    logits = torch.from_numpy(logits_of(1))
-    ids = torch.tensor([[1, 2, 3, 3], [9, 9, 6, 7], [9, 0, 0, 1]])
-    theirs = RepetitionPenaltyLogitsProcessor(1.7)
-    whole = RepetitionPenalty(1.7, torch.ones_like(ids[:, :3]))
-    torch.testing.assert_close(whole(ids, logits), theirs(ids, logits.clone()), rtol=0, atol=0)
-    mask = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 1, 1]])
-    padded = RepetitionPenalty(1.7, mask)(ids, logits)
-    alone = theirs(ids[1:2, 2:], logits[1:2].clone())
-    torch.testing.assert_close(padded[1:2], alone, rtol=0, atol=0)
+        drawn, log_probs = (
+            np.array(found)
+            for found in choose_tokens(
+                mx.array(np.repeat(logits, count, 0)), mx.array(numbers.astype(np.float32)), sampling
+            )
+        )
+    else:
+        rows = torch.from_numpy(logits).expand(count, -1)
+        drawn, log_probs = (
+            found.numpy()
+            for found in Sampler(sampling, torch.device("cpu")).choose(rows, torch.from_numpy(numbers), None)
+        )
+    frequent = expected * count >= 5  # the others are one class
+    seen = np.bincount(drawn, minlength=VOCABULARY)
+    observed = np.append(seen[frequent], seen[~frequent].sum())
+    wanted = np.append(expected[frequent], expected[~frequent].sum()) * count
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    assert seen[expected == 0].sum() == 0
+    degrees = len(wanted) - 1
+    # The quantile of chi-square by Wilson and Hilferty.
+    bound = degrees * (1 - 2 / (9 * degrees) + 3.719 * (2 / (9 * degrees)) ** 0.5) ** 3
+    assert ((observed - wanted) ** 2 / wanted).sum() < bound
+    whole = torch.from_numpy(logits[0] / sampling.temperature).log_softmax(-1).numpy()
+    np.testing.assert_allclose(log_probs, whole[drawn], atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "mlx"])

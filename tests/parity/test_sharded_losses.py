@@ -1,4 +1,4 @@
-"""Several torch processes are one: the same losses at every world size, strategy and method. Real ones, over gloo."""
+"""Several torch processes equal one: the same losses at every world size, strategy and method. Real processes over gloo."""
 
 from __future__ import annotations
 

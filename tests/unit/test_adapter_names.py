@@ -1,4 +1,4 @@
-"""The names of adapted layers: chosen by an option, written for PEFT, and read back."""
+"""Names of adapted layers: chosen by an option, written for PEFT, and read back."""
 
 from __future__ import annotations
 

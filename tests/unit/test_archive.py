@@ -1,4 +1,4 @@
-"""Archives of runs: what they hold is checked before anything is written, and a refusal leaves nothing behind."""
+"""Archives of runs: their contents are checked before anything is written, and a rejected archive leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders appear whole or not at all, and what a kill leaves behind is found."""
+"""Files and folders appear complete or not at all, and leftovers of killed processes are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backend files, bundled profiles, and the choices made from them, attention included: no framework needed."""
+"""Backend files, bundled profiles, and the choices based on them, including attention; without a framework."""
 
 from __future__ import annotations
 

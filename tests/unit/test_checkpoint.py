@@ -1,4 +1,4 @@
-"""The checkpoint on disk: what is written is read back, what is not ours is refused, what is needed stays."""
+"""Checkpoints on disk: read back, rejected if foreign or damaged, kept by rotation if needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state that several processes hold in parts is one checkpoint: written together, read as a whole or by rows."""
+"""A sharded state is one checkpoint: written by several processes, read as a whole or by rows."""
 
 from __future__ import annotations
 

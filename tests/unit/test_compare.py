@@ -1,4 +1,4 @@
-"""Comparisons of runs: what differs, what is best, and what cannot be compared."""
+"""Comparisons of runs: differences, best values, and runs that cannot be compared."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from crosstune.report.comparison import Comparison, Row, _row, compare_runs, sha
 from crosstune.report.files import load_run
 from crosstune.report.formatting import show_number
 from crosstune.report.run_list import read_listed
+from crosstune.report.samples import Answer, compare_answers
 
 Captured = pytest.CaptureFixture[str]
 
@@ -142,6 +143,22 @@ def test_a_lower_training_loss_is_not_better_in_a_run_that_overfits(runs: Path, 
 def test_values_that_look_equal_have_no_best() -> None:
     assert _row(("loss", [1.00001, 1.00002], show_number, -1)).best is None
     assert _row(("loss", [1.0, 2.0], show_number, -1)).best == 0
+
+
+def test_a_shorter_time_is_better_only_for_as_many_tokens(runs: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", num_steps=20)
+    summary = json.loads((other / "summary.json").read_text())
+    for tokens, best in ((summary["tokens"], 1), (summary["tokens"] // 2, None)):
+        changed = {"seconds": summary["seconds"] / 2, "tokens": tokens}
+        (other / "summary.json").write_text(json.dumps(summary | changed))
+        assert _row_named(compare_runs(["one", str(other)], parent=runs), "time").best == best
+
+
+def test_an_answer_is_compared_with_earlier_runs_only() -> None:
+    absent, same_in_its_run = Answer(text=None), Answer(text="a b", is_same=True)
+    _, second, third = compare_answers([absent, same_in_its_run, Answer(text="a b")])
+    assert not second.is_same and not any(piece.changed for piece in second.pieces)
+    assert third.is_same
 
 
 def _row_named(found: Comparison, label: str = "training loss of the last step") -> Row:

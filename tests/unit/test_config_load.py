@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from crosstune.cli.main import main
 from crosstune.config.load import load_config, make_config, to_yaml
 from crosstune.config.option import check_duration
 from crosstune.config.schema import Config, option_list
@@ -69,11 +70,20 @@ def test_negative_numbers_and_scientific_notation_are_values() -> None:
     assert (config.max_steps, config.lr, config.batch_size) == (-1, 1e-3, 4)
 
 
+@pytest.mark.parametrize("stray", ["  ", " # comment"])
 @pytest.mark.parametrize("before", [["--batch_size", "1"], ["--low_memory"]])
-def test_words_after_a_backslash_are_named(before: list[str]) -> None:
+def test_words_after_a_backslash_are_named(before: list[str], stray: str) -> None:
     with pytest.raises(ConfigError, match="Unexpected argument") as caught:
-        load_config([*before, "  "], environment={})
+        load_config([*before, stray], environment={})
     assert "backslash" in str(caught.value.problems[0].do)
+
+
+@pytest.mark.parametrize("command", ["judge train", "generate runs/a", "latents build texts", "pairs make"])
+def test_every_command_names_words_after_a_backslash(command: str, capsys: pytest.CaptureFixture) -> None:
+    assert main([*command.split(), " "]) == 2
+    assert "remove the spaces" in capsys.readouterr().err
+    assert main([*command.split(), "--max_new_tokens", "3", " # then"]) == 2
+    assert "remove the spaces" in capsys.readouterr().err
 
 
 def test_an_assignment_to_a_config_says_how_to_set_the_option() -> None:

@@ -1,4 +1,4 @@
-"""The launchers of several machines, as processes on loopback with small programs in the place of ranks."""
+"""The launchers of several nodes, as processes on loopback with small programs as ranks."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from crosstune.data.batches.token_batch import (
     without_padding,
 )
 from crosstune.data.bundled.commands import NUM_HELD_OUT, NUM_TRAIN, make_commands
-from crosstune.data.read.formats import recognise, to_conversation
+from crosstune.data.read.formats import detect_format, to_conversation
 from crosstune.data.render.rendering import encode_conversation, encode_prompt
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.sft import SftRecipe
@@ -66,7 +66,7 @@ def test_a_prompt_is_the_beginning_of_its_conversation(tokenizer: Tokenizer) -> 
     ],
 )
 def test_formats_are_recognised_by_their_columns(row: dict[str, Any], form: str) -> None:
-    assert recognise(row, asked="auto", source="x") == form
+    assert detect_format(row, asked="auto", source="x") == form
     assert to_conversation(row, form) == TURNS[1:3]
 
 
@@ -224,10 +224,18 @@ def test_a_packed_run_sees_each_example_once_an_epoch(tiny_model: Path, write_js
 def test_a_short_last_step_counts_the_rows_it_had() -> None:
     order = RowOrder(num_examples=7, seed=0, rows_per_step=4, num_epochs=1, max_steps=-1)
     assert order.num_steps() == 2
-    assert order.position(1) == {"rows_done": 4, "epoch": 0, "row_in_epoch": 4}
-    assert order.position(2) == {"rows_done": 7, "epoch": 1, "row_in_epoch": 0}
+    assert order.position(1) == {"rows_done": 4, "epoch": 0, "row_in_epoch": 4, "epochs_done": 4 / 7}
+    assert order.position(2) == {"rows_done": 7, "epoch": 1, "row_in_epoch": 0, "epochs_done": 1.0}
     longer = replace(order, num_epochs=2)
-    assert longer.position(2) == {"rows_done": 8, "epoch": 1, "row_in_epoch": 1}
+    assert longer.position(2) == {"rows_done": 8, "epoch": 1, "row_in_epoch": 1, "epochs_done": 8 / 7}
+
+
+def test_epochs_are_counted_in_packed_rows() -> None:
+    packed = PackedOrder(np.array([3, 3, 2, 2, 2]), capacity=4, seed=0)
+    order = RowOrder(num_examples=5, seed=0, rows_per_step=1, num_epochs=2, max_steps=-1, packed=packed)
+    rows = len(packed.epoch(0))
+    assert order.position(1)["epochs_done"] == 1 / rows
+    assert order.position(rows)["epochs_done"] == 1 and order.position(order.num_steps())["epochs_done"] == 2
 
 
 def test_documents_stand_in_one_row_without_padding() -> None:

@@ -1,4 +1,4 @@
-"""Columns by other names, conversations in other shapes, text files, and folders of several formats."""
+"""Columns with other names, conversations in other layouts, text files, and folders of several formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.data.read import files
-from crosstune.data.read.columns import uniform_sources
+from crosstune.data.read.columns import split_by_format
 from crosstune.data.read.formats import to_conversation
 from crosstune.data.read.sources import open_source
 from crosstune.recipes.sft import SftRecipe, check_data
@@ -51,7 +51,7 @@ def shown(recipe: SftRecipe, place: int = 0) -> tuple[str, str]:
     ],
 )
 def test_usual_names_are_recognised(tmp_path: Path, row: dict[str, Any], texts: list[str]) -> None:
-    [source] = uniform_sources(open_source(str(write(tmp_path / "a.jsonl", [row]))), asked="auto", columns={})
+    [source] = split_by_format(open_source(str(write(tmp_path / "a.jsonl", [row]))), asked="auto", columns={})
     [found] = [found.row for _, found, _ in source.rows()]
     assert [turn["content"] for turn in to_conversation(found, source.form)] == texts
 
@@ -67,7 +67,7 @@ def test_usual_names_are_recognised(tmp_path: Path, row: dict[str, Any], texts: 
 def test_ambiguous_names_are_refused(tmp_path: Path, row: dict[str, Any]) -> None:
     source = open_source(str(write(tmp_path / "a.jsonl", [row])))
     with pytest.raises(UserError, match=rf"match no known format: {', '.join(row)}") as caught:
-        uniform_sources(source, asked="auto", columns={})
+        split_by_format(source, asked="auto", columns={})
     assert "--columns" in str(caught.value)
 
 

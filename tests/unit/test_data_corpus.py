@@ -1,4 +1,4 @@
-"""A corpus is the same in memory and on disk, has an identity, and says what is in it."""
+"""A corpus is the same in memory and on disk; its identity and statistics."""
 
 from __future__ import annotations
 

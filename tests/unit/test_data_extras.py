@@ -1,4 +1,4 @@
-"""Parts of rows beside roles and contents: tools, calls, reasoning, a system prompt in a column of its own."""
+"""Parts of rows in addition to roles and contents: tools, calls, reasoning, a system prompt in a separate column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several sources: how --dataset is read, the share of each, and an order that follows from seed and step alone."""
+"""Several sources: parsing of --dataset, the fraction of each, and an order that depends on seed and step only."""
 
 from __future__ import annotations
 

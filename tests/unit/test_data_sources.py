@@ -1,4 +1,4 @@
-"""Every kind of source gives the same rows, and what cannot be read is named by its place."""
+"""Every kind of source gives the same rows; errors give the place of a row that cannot be read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from unprivileged import as_other_user, reachable_folder
 from crosstune.core.errors import UserError
 from crosstune.data.bundled.named_datasets import known_names
 from crosstune.data.read import files
-from crosstune.data.read.columns import pick_rows, uniform_sources
+from crosstune.data.read.columns import pick_rows, split_by_format
 from crosstune.data.read.files import FilePart
-from crosstune.data.read.formats import recognise, to_conversation
+from crosstune.data.read.formats import detect_format, to_conversation
 from crosstune.data.read.hub import HubPart
 from crosstune.data.read.sources import Source, check_name, open_source, split_of
-from crosstune.files.hub_reach import why_unreachable
+from crosstune.files.hub_connection import why_unreachable
 
 ROWS = [
     {"prompt": 'Say "hi", 日本', "completion": "hi\nthere, ünd 🙂"},
@@ -57,7 +57,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
     source = open_source(str(write(tmp_path / f"data{suffix}", ROWS)))
     assert rows_of(source) == ROWS
-    uniform = uniform_sources(source, asked="auto", columns={})
+    uniform = split_by_format(source, asked="auto", columns={})
     assert pick_rows(uniform, [2, 0]) == [(ROWS[0], "prompt_completion"), (ROWS[2], "prompt_completion")]
     assert [done for _, _, done in source.rows()][-1] <= source.size_bytes
 
@@ -269,7 +269,7 @@ def test_conversations_that_make_no_sense(messages: list[tuple[str, Any]], words
 
 def test_images_and_mixed_formats_are_refused() -> None:
     with pytest.raises(UserError, match="not text: image"):
-        recognise({"image": {"bytes": b"x"}, "text": "a"}, asked="auto", source="x")
+        detect_format({"image": {"bytes": b"x"}, "text": "a"}, asked="auto", source="x")
     with pytest.raises(UserError, match=r"(?s)looks like alpaca.*--dataset_format alpaca .* one format"):
         to_conversation({"instruction": "a", "output": "b"}, "messages")
     with pytest.raises(UserError, match=r"(?s)no turns .*### Human:.*--dataset_format text"):

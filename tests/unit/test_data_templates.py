@@ -1,4 +1,4 @@
-"""Exactly the answers are supervised, for the chat templates in use; --chat_template replaces that of the model."""
+"""Exactly the answers are supervised, for common chat templates; --chat_template replaces the model's template."""
 
 from __future__ import annotations
 

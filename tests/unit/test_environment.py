@@ -1,4 +1,4 @@
-"""How a process learns that it is one of several (mlx.launch, torchrun, SLURM, the guides), and the limits of such a run."""
+"""Detection of multi-process runs (mlx.launch, torchrun, SLURM, the guides), and their time limits."""
 
 from __future__ import annotations
 

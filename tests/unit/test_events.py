@@ -1,4 +1,4 @@
-"""The run directory: what is written can be read back, nothing is overwritten, and events become these rows."""
+"""The run directory: records are read back, nothing is overwritten, and events become rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Warned
 from crosstune.core.loss_measurement import Comparison, LossMeasurement
 from crosstune.files.json_files import read_jsonl
-from crosstune.files.run_record import RunRecord, holds_run, move_aside
+from crosstune.files.run_record import RunRecord, is_run_folder, move_aside
 from crosstune.loop.profile_result import PhaseClock, profile_result
 from crosstune.tracking import tracker as tracking_events
 
@@ -133,7 +133,7 @@ def test_lines_are_on_disk_as_soon_as_they_are_said(tmp_path: Path) -> None:
 
 def test_a_folder_with_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
     RunRecord.create(tmp_path / "run", config_yaml="lr: 1\n", plan={}).finish({"status": "finished"})
-    with pytest.raises(UserError, match="already holds a run"):
+    with pytest.raises(UserError, match="already contains a run"):
         RunRecord.create(tmp_path / "run", config_yaml="lr: 2\n", plan={})
     assert (tmp_path / "run" / "config.yaml").read_text() == "lr: 1\n"
 
@@ -150,7 +150,7 @@ def test_moving_aside_keeps_every_older_run(tmp_path: Path) -> None:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "config.yaml").write_text(text)
         move_aside(tmp_path / "run")
-    assert not holds_run(tmp_path / "run")
+    assert not is_run_folder(tmp_path / "run")
     assert (tmp_path / "run~1" / "config.yaml").read_text() == "one"
     assert (tmp_path / "run~2" / "config.yaml").read_text() == "two"
 

@@ -1,4 +1,4 @@
-"""Damaged or hostile files of models, adapters and tokenizers are named before a library reads them."""
+"""Damaged or hostile files of models, adapters and tokenizers are rejected before a library reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crosstune.data.tokens import trials
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.adapter_choice import AdapterSettings, Targets
 from crosstune.models.adapter_files import PEFT_WEIGHTS, load_adapter, read_settings, save_adapter
-from crosstune.models.config_spelling import spell_config
+from crosstune.models.config_aliases import add_config_aliases
 from crosstune.models.folder import check_folder
 from crosstune.models.identity import read_record
 from crosstune.models.mlx_adapters import to_mlx
@@ -159,13 +159,13 @@ def test_records_of_quantized_folders(model: Path, record: dict[str, Any], words
 
 def test_names_that_other_readers_know() -> None:
     rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
-    neox = spell_config({"model_type": "gpt_neox", "rope_parameters": rope})
+    neox = add_config_aliases({"model_type": "gpt_neox", "rope_parameters": rope})
     assert (neox["rotary_emb_base"], neox["rotary_pct"], neox["rope_theta"]) == (500.0, 0.5, 500.0)
     moe = {"model_type": "qwen3_moe", "num_local_experts": 4, "hidden_size": 32, "num_attention_heads": 4}
-    spelled = spell_config(moe)
+    spelled = add_config_aliases(moe)
     assert (spelled["num_experts"], spelled["num_local_experts"], spelled["head_dim"]) == (4, 4, 8)
-    assert spell_config(moe | {"head_dim": 16})["head_dim"] == 16
-    assert "head_dim" not in spell_config(
+    assert add_config_aliases(moe | {"head_dim": 16})["head_dim"] == 16
+    assert "head_dim" not in add_config_aliases(
         {"model_type": "gemma", "hidden_size": 32, "num_attention_heads": 4}
     )
 

@@ -1,4 +1,4 @@
-"""The identity of a model: every byte of its weights, and what changes its numbers in config.json."""
+"""The identity of a model: every byte of its weights, and the fields of config.json that change its numbers."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""`crosstune import`: other trainers' configurations become options with the same meaning, and every key is answered."""
+"""`crosstune import`: other trainers' configurations become options with the same meaning; no key is ignored."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from crosstune.cli.main import main
-from crosstune.config.load import load_config
+from crosstune.config.load import load_config, make_config
 from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError
 from crosstune.importing.tools import TOOLS
@@ -171,11 +172,34 @@ def test_mlx_lm(tmp_path: Path) -> None:
     assert found.tool.title == "mlx-lm" and not found.missing
     expected = {
         "model_name": "my/model", "train_type": "dora", "dataset": "chats.jsonl", "max_steps": 100, "batch_size": 2,
-        "lr": 1e-4, "lora_rank": 4, "lora_alpha": 40, "lora_dropout": 0.1, "lora_target_modules": "q_proj",
+        "lr": 1e-4, "lora_rank": 4, "lora_alpha": 40, "lora_dropout": 0.1, "lora_target_modules": "self_attn.q_proj",
         "warmup_steps": 10, "lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.1, "train_on_prompt": False,
     }  # fmt: skip
     assert found.options == expected
     assert found.added["backend"] == "mlx" and "train_on_prompt" not in found.added
+
+
+def test_last_layers_of_mlx_lm_follow_from_the_size_of_the_model(tmp_path: Path) -> None:
+    text = MLX.replace("num_layers: -1", "num_layers: 8").replace(
+        "my/model", "mlx-community/Llama-3.2-1B-Instruct"
+    )
+    found = import_file(write(tmp_path, "m.yaml", text))
+    assert not found.missing and found.options["layers_to_transform"] == "8-15"
+    by_default = import_file(write(tmp_path, "d.yaml", text.replace("num_layers: 8", "# all defaults")))
+    assert "layers_to_transform" not in by_default.added, "all of its 16 layers"
+    larger = text.replace("num_layers: 8", "").replace("3.2-1B", "3.1-8B")
+    assert import_file(write(tmp_path, "l.yaml", larger)).added["layers_to_transform"] == "16-31"
+    unknown = import_file(write(tmp_path, "u.yaml", MLX.replace("num_layers: -1", "num_layers: 8")))
+    assert ["--layers_to_transform" in note.text for note in unknown.missing] == [True]
+
+
+def test_labels_of_llamafactory_keep_their_column(tmp_path: Path) -> None:
+    entry = {"file_name": "a.json", "columns": {"messages": "turns", "kto_tag": "liked"}}
+    write(tmp_path, "dataset_info.json", json.dumps({"pairs": entry}))
+    text = FACTORY.replace("stage: dpo", "stage: kto").replace("pref_loss: orpo\n", "")
+    found = import_file(write(tmp_path, "kto.yaml", text))
+    assert found.options["columns"] == "turns=messages,liked=label"
+    make_config(**found.options)
 
 
 def test_torchtune(tmp_path: Path) -> None:
@@ -324,6 +348,51 @@ def test_values_of_the_file_are_written_even_if_they_are_defaults(tmp_path: Path
     assert config.recipe == "preference" and config.lr == 2e-4 and "lr" in config.sources
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (
+            "lora_target_linear: true",
+            "lora_target_modules: [self_attn.q_proj, v_proj]",
+            "self_attn.q_proj,v_proj",
+        ),
+        (
+            "lora_target_linear: true",
+            "lora_target_modules: 'layers.[\\d]+.(mlp|attn).(q|k)_proj'",
+            "layers.[\\d]+.(mlp|attn).(q|k)_proj",
+        ),
+        (
+            "val_set_size: 0.05",
+            "auto_resume_from_checkpoints: true\noutput_dir: out/first",
+            ("auto", "first"),
+        ),
+        (
+            "    type: chat_template",
+            "  - path: chats.jsonl\n    type: chat_template",
+            "a path is listed twice",
+        ),
+        ("    type: chat_template", "    name: en", "--dataset has no name"),
+        ("micro_batch_size: 2", "micro_batch_size: 2\nrevision_of_model: v2", "known values: main"),
+    ],
+)
+def test_values_of_axolotl(tmp_path: Path, before: str, after: str, expected: Any) -> None:
+    assert before in AXOLOTL
+    found = import_file(write(tmp_path, "a.yml", AXOLOTL.replace(before, after, 1)))
+    if found.missing:
+        assert expected in found.missing[0].text
+    elif isinstance(expected, tuple):
+        assert (found.options["resume"], found.options["name"]) == expected
+    else:
+        assert found.options["lora_target_modules"] == expected
+
+
+def test_a_path_listed_twice_counts_once_with_deduplication(tmp_path: Path) -> None:
+    twice = AXOLOTL.replace(
+        "datasets:", "dataset_exact_deduplication: true\ndatasets:\n  - path: chats.jsonl", 1
+    )
+    assert import_file(write(tmp_path, "a.yml", twice)).options["dataset"] == "chats.jsonl"
+
+
 def test_columns_of_axolotl_preferences_can_be_read(tmp_path: Path) -> None:
     turn = {"role": "user", "content": "Hi"}
     row = {
@@ -446,3 +515,22 @@ def test_tokens_are_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["import", str(file), "--lenient"]) == 0
     written = (tmp_path / "crosstune.yaml").read_text(encoding="utf-8") + capsys.readouterr().out
     assert secret not in written
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yml", "base_model: m\nadapter: lora\nlearning_rate: fast\n", "a.yml:3 learning_rate: lr cannot be 'fast'; expected a number"),
+        ("a.yml", "", "a.yml contains no options"),
+        ("a.yml", "- 1\n", "it is not a mapping of keys to values"),
+        ("a.yml", "{broken", "at line 1, column 1"),
+        ("a.py", "def broken(:", "invalid syntax (line 1)"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_is_named_with_its_line(
+    name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["import", str(write(tmp_path, name, text))]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "do:" in error and "<un" not in error and "argument" not in error, error
+    assert not (tmp_path / "crosstune.yaml").exists()

@@ -1,4 +1,4 @@
-"""Rows in memory become the file that they would have been."""
+"""Rows in memory become an equivalent file."""
 
 from __future__ import annotations
 

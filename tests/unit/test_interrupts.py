@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command without a traceback, also while Python imports it."""
+"""Ctrl-C ends a command without a traceback, even while Python imports it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from crosstune.cli.main import end_quietly
+from crosstune.cli.main import run_interruptible
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGINT for one process")
 
@@ -55,8 +55,8 @@ def test_an_import_that_hides_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None
         except KeyboardInterrupt as error:
             raise ImportError("numpy could not be imported") from error
 
-    assert end_quietly(load, is_process=False) == 130
+    assert run_interruptible(load, is_process=False) == 130
     assert "stopped" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
     with pytest.raises(ImportError):
-        end_quietly(lambda: __import__("no_such_module_of_ours").x, is_process=False)
+        run_interruptible(lambda: __import__("no_such_module_of_ours").x, is_process=False)

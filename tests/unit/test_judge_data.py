@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.data.bundled.translations import BEST_SCORE, PENALTIES, VARIANTS, make_pairs, make_translations
+from crosstune.data.checks import preflight
 from crosstune.data.read.sources import open_source
 from crosstune.data.render.rendering import encode_conversation
 from crosstune.data.tokens.tokenizer import Tokenizer
@@ -175,6 +177,31 @@ def test_a_bad_row_is_named(write_jsonl: Any, row: dict[str, Any], words: str) -
     with pytest.raises(UserError) as error:
         read(write_jsonl([row]))
     assert words in str(error.value) and "line 1" in str(error.value)
+
+
+def test_bad_rows_are_counted_shown_after_the_report_and_skipped_on_request(
+    tmp_path: Path, capsys: Any
+) -> None:
+    path, bad = tmp_path / "rows.jsonl", ['{"task": "t"}', "{not json", json.dumps(point(score=99))]
+    path.write_text("\n".join([*(json.dumps(point(f"task {n}")) for n in range(20)), *bad]))
+    words = ["judge", "data", str(path), "--show", "0"]
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert "16 items in 16 groups" in told.out and "3 rows cannot be read" in told.out
+    assert "line 21: The score is missing" in told.err
+    assert main([*words, "--skip_bad_rows"]) == 0
+    data = open_judge_data(make_config(recipe="judge", dataset=str(path), skip_bad_rows=True))
+    assert len(data.train) + len(data.val) + len(data.test) == 20
+    assert [json.loads(row)["line"] for row in data.skipped] == [21, 22, 23]
+    path.write_text("\n".join(bad))
+    with pytest.raises(UserError, match=r"No row of .* can be read"):
+        open_judge_data(make_config(recipe="judge", dataset=str(path), skip_bad_rows=True))
+
+
+def test_dedup_is_advised_where_it_has_an_effect() -> None:
+    stats = {**dict.fromkeys(preflight._WARNINGS, 0), "duplicates": 2, "examples": 4, "supervised_share": 1}
+    [of_judges], [of_chats] = preflight.warnings_of(stats), preflight.warnings_of(stats, num_shared=0)
+    assert of_judges == "2 of 4 examples are duplicates." and "--dedup" in of_chats
 
 
 def test_references_of_some_rows_only_are_refused(write_jsonl: Any) -> None:

@@ -317,6 +317,15 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_devices(asked: dict[s
     assert rows == wanted
 
 
+def test_the_preset_for_several_devices_has_no_shards_of_an_8bit_optimizer() -> None:
+    found = chosen("cuda", 24.0, world_size=4)
+    assert (found["sharding_strategy"], found["optimizer"]) == ("ddp", "paged_adamw_8bit")
+    assert "sharding_strategy" not in chosen("cuda", 24.0) | chosen("cpu", world_size=2)
+    for asked in ({"train_type": "full"}, {"sharding_strategy": "shard_grad_op"}):
+        found = chosen("cuda", 24.0, world_size=4, **asked)
+        assert not {"sharding_strategy", "optimizer"} & found.keys()
+
+
 def test_what_was_asked_is_not_chosen() -> None:
     found = choose_preset(
         load_config(["--recipe", "judge", "--batch_size", "4", "--train_type", "full"]), report_of("cuda", 12)

@@ -1,7 +1,8 @@
-"""The verdicts of the ladder on made-up trials, what its rungs propose, and how a request is read."""
+"""The ladder's verdicts on made-up trials, the proposals of its rungs, and its requests."""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
@@ -18,13 +19,13 @@ from crosstune.config.load import make_config
 from crosstune.config.resolve.resolve import resolve
 from crosstune.core.errors import UserError
 from crosstune.estimate.machine import Machine
-from crosstune.ladder.climb import Climbed, Step, check_request, check_same_ladder, make_request
+from crosstune.ladder.climb import Climbed, Step, make_request
 from crosstune.ladder.compare import Comparison, broken_promise, judge
 from crosstune.ladder.rung import AsGood, NotApplicable, SameBits, Situation, Within
 from crosstune.ladder.rungs import all_rungs
-from crosstune.ladder.trial import FOLLOWING, Trial, Trials
+from crosstune.ladder.trial import Trial, Trials
 from crosstune.planner.gather import gather
-from crosstune.report.files import RunFiles
+from crosstune.runs.trials import FOLLOWING, check_request, check_same_request, why_ended
 
 LOSSES = [3.0, 2.5, 2.2, 2.0, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
 
@@ -156,29 +157,30 @@ def test_packed_rows_hold_about_a_step_and_never_less_than_the_longest_example(c
         all_rungs()["packing"].propose(situation(cpu_laptop, mean=399.0))
 
 
+same_ladder = functools.partial(check_same_request, kind="ladder")
+
+
 def request(steps: int, **options: Any) -> dict[str, Any]:
     return make_request(make_config(**options), rungs=["packing"], steps=steps, goal="speed")
 
 
 def test_a_folder_is_continued_by_the_same_request_alone(tmp_path: Path) -> None:
-    check_same_ladder(tmp_path / "l", request(2))  # which measured nothing, and is replaced
-    check_same_ladder(tmp_path / "l", request(3, lr=0.1, name="l", overwrite=True))
+    same_ladder(tmp_path / "l", request(2))  # which measured nothing, and is replaced
+    same_ladder(tmp_path / "l", request(3, lr=0.1, name="l", overwrite=True))
     (tmp_path / "l" / "trials" / "baseline").mkdir(parents=True)
-    (tmp_path / "l" / "trials" / "baseline" / "summary.json").write_text("{}")
-    check_same_ladder(
-        tmp_path / "l", request(3, lr=0.1, output_dir=str(tmp_path))
-    )  # where it is does not matter
+    (tmp_path / "l" / "trials" / "baseline" / "plan.json").write_text("{}")
+    same_ladder(tmp_path / "l", request(3, lr=0.1, output_dir=str(tmp_path)))  # where it is does not matter
     with pytest.raises(UserError) as refused:
-        check_same_ladder(tmp_path / "l", request(4, lr=0.2))
+        same_ladder(tmp_path / "l", request(4, lr=0.2))
     assert refused.value.why == "these differ: --lr, --steps."
     (tmp_path / "l" / "request.json").write_text("{")
     with pytest.raises(UserError, match="damaged") as damaged:
-        check_same_ladder(tmp_path / "l", request(3))
+        same_ladder(tmp_path / "l", request(3))
     assert "--overwrite" in damaged.value.do
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(UserError, match="not a ladder"):
-        check_same_ladder(tmp_path / "mine", {})
+        same_ladder(tmp_path / "mine", {})
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_a_request_that_no_trial_could_have_is_refused_before_the_first(
     options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UserError, match=said):
-        check_request(make_config(**options))
+        check_request(make_config(**options), kind="ladder")
 
 
 def test_one_ladder_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
@@ -241,10 +243,12 @@ def test_a_finished_trial_is_read_and_a_damaged_one_is_not(tmp_path: Path) -> No
     ],
 )
 def test_why_a_trial_died(code: int, said: str, tmp_path: Path) -> None:
-    trials, log = Trials(folder=tmp_path, steps=2, warmup=1, limit_s=60.0), tmp_path / "log"
-    ends = "print('the last words'); raise SystemExit(1)" if code > 0 else f"os.kill(os.getpid(), {-code})"
-    found = trials._wait([sys.executable, "-c", f"import os; {ends}"], log)
-    assert trials._judge(found, log, RunFiles(folder=tmp_path)) == ("failed", said)
+    log, ends = tmp_path / "log", f"os.kill(os.getpid(), {-code})"
+    if code > 0:
+        ends = "print('the last words'); raise SystemExit(1)"
+    with log.open("wb") as out:
+        done = subprocess.run([sys.executable, "-c", f"import os; {ends}"], stdout=out, check=False)
+    assert why_ended(done.returncode, log) == said
 
 
 def test_what_was_not_measured_is_not_called_worse() -> None:

@@ -1,4 +1,4 @@
-"""Pairs of texts and vectors: splits, folders and what is wrong with them, the original layouts, corpora."""
+"""Text-vector pairs: splits, folders and their errors, the original layouts, corpora."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from crosstune.recipes.latent_diffusion.corpora import (
 )
 from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
 from crosstune.recipes.latent_diffusion.layouts import _read_tokens, _read_vector, read_layout, write_layout
-from crosstune.recipes.latent_diffusion.pair_folder import Made, load_array, open_pairs, write_pairs
+from crosstune.recipes.latent_diffusion.pair_folder import EmbeddedTexts, load_array, open_pairs, write_pairs
 from crosstune.recipes.latent_diffusion.settings import make_settings
 from crosstune.recipes.latent_diffusion.texts import (
-    Chosen,
-    Divided,
+    ChosenTexts,
+    TextSplits,
     WriteOptions,
     choose_rows,
     divide,
@@ -56,12 +56,12 @@ def tokenizer(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
-    request = BuildRequest(source="grammar", out=tmp_path / "pairs", most_texts=120, options=OPTIONS)
+    request = BuildRequest(source="grammar", out=tmp_path / "pairs", max_texts=120, options=OPTIONS)
     build(request)
     return request.out
 
 
-def choose(texts: list[str], divided: Divided, tokenizer: Path, options: WriteOptions) -> Chosen:
+def choose(texts: list[str], divided: TextSplits, tokenizer: Path, options: WriteOptions) -> ChosenTexts:
     found = Tokenizer.from_folder(tokenizer)
     return choose_rows(tokenize(found, texts), divided, tokenizer=found, options=options)
 
@@ -69,9 +69,9 @@ def choose(texts: list[str], divided: Divided, tokenizer: Path, options: WriteOp
 def write(
     tmp_path: Path, tokenizer: Path, texts: list[str], latents: Any, options: WriteOptions = OPTIONS
 ) -> dict[str, Any]:
-    divided = divide(texts, validation_share=0.0, most_validation=0)
+    divided = divide(texts, validation_share=0.0, max_validation=0)
     chosen = choose(texts, divided, tokenizer, options)
-    made = Made(texts, latents, chosen, tokenizer, {"name": "x", "sha256": "y"}, "mine.npy")
+    made = EmbeddedTexts(texts, latents, chosen, tokenizer, {"name": "x", "sha256": "y"}, "mine.npy")
     return write_pairs(tmp_path / "out", made, options=options)
 
 
@@ -88,7 +88,7 @@ def test_a_folder_holds_each_text_with_its_vector(pairs: Path) -> None:
 
 def test_a_text_that_was_made_is_dropped_where_it_is_too_long(tokenizer: Path) -> None:
     texts = ["the tiny cat", "a dog", "the tiny cat a dog"]
-    divided = Divided(splits={"train": [0, 1, 2]}, num_given=2)
+    divided = TextSplits(splits={"train": [0, 1, 2]}, num_given=2)
     chosen = choose(texts, divided, tokenizer, WriteOptions(max_tokens=3))
     assert chosen.splits["train"].tolist() == [0, 1] and chosen.left_out["too_long"] == 1
     with pytest.raises(UserError, match="1 texts are longer than 2 tokens"):

@@ -1,4 +1,4 @@
-"""What a step of latent diffusion draws, and how its parts are weighed."""
+"""The random draws of a latent-diffusion step, and the weights of its parts."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from crosstune.recipes.latent_diffusion.corpora import (
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
 from crosstune.recipes.latent_diffusion.texts import (
     EDITION,
-    Divided,
+    TextSplits,
     WriteOptions,
     add_made_texts,
     choose_rows,
@@ -29,13 +29,13 @@ from crosstune.recipes.latent_diffusion.vocabulary import UNKNOWN, TokenRows, co
 
 def test_no_text_is_in_two_splits() -> None:
     texts = [f"Text {number % 60}" + " " * (number % 3) for number in range(200)]
-    divided = divide(texts, validation_share=0.3, most_validation=1000)
+    divided = divide(texts, validation_share=0.3, max_validation=1000)
     keys = {split: [text_key(texts[row]) for row in rows] for split, rows in divided.splits.items()}
     assert keys["validation"] and keys["train"]
     assert not set(keys["train"]) & set(keys["validation"])
     assert all(len(found) == len(set(found)) for found in keys.values())
     assert divided.left_out["duplicates"] == 140
-    again = divide(texts[::-1], validation_share=0.3, most_validation=1000)
+    again = divide(texts[::-1], validation_share=0.3, max_validation=1000)
     assert {text_key(texts[::-1][row]) for row in again.splits["validation"]} == set(keys["validation"])
 
 
@@ -43,7 +43,7 @@ def test_a_text_of_both_given_splits_is_held_out() -> None:
     divided = divide(
         ["a b", "c", "A  B"],
         validation_share=0,
-        most_validation=0,
+        max_validation=0,
         given={"train": [0, 1], "validation": [2]},
     )
     assert divided.splits == {"validation": [2], "train": [1]}
@@ -51,18 +51,18 @@ def test_a_text_of_both_given_splits_is_held_out() -> None:
 
 def test_crops_come_from_training_texts_and_are_no_held_out_text() -> None:
     texts = ["one two three four five six", "two three", "seven eight nine ten"]
-    divided = Divided(splits={"train": [0], "validation": [1, 2]})
+    divided = TextSplits(splits={"train": [0], "validation": [1, 2]})
     longer = add_made_texts(texts, divided, crops=50)
     added = [longer[row] for row in divided.splits["train"][1:]]
     assert len(added) > 8 and all(text in texts[0] for text in added)
     assert "two three" not in added and len(set(added)) == len(added)
 
 
-def mixed(seed: int = 0, mixes: int = 30) -> tuple[list[str], Divided]:
+def mixed(seed: int = 0, mixes: int = 30) -> tuple[list[str], TextSplits]:
     """Texts whose words tell where they are from: a0 a1 a2 ..., b0 b1 ..."""
     sizes = {"a": 6, "b": 5, "c": 1, "d": 2, "held": 9}
     texts = [" ".join(f"{name}{n}" for n in range(size)) for name, size in sizes.items()]
-    divided = Divided(splits={"train": [0, 1, 2, 3], "validation": [4, 5]})
+    divided = TextSplits(splits={"train": [0, 1, 2, 3], "validation": [4, 5]})
     return add_made_texts([*texts, "a0 a1 b0 b1"], divided, mixes=mixes, seed=seed), divided
 
 
@@ -83,12 +83,12 @@ def test_mixes_join_spans_of_two_training_texts() -> None:
 
 
 def test_there_are_no_mixes_of_one_text() -> None:
-    divided = Divided(splits={"train": [0, 1], "validation": []})
+    divided = TextSplits(splits={"train": [0, 1], "validation": []})
     assert add_made_texts(["one two three", "four"], divided, mixes=9) == ["one two three", "four"]
 
 
 def test_many_rows_are_reduced_counted_and_stacked_as_each_of_them(tmp_path: Path) -> None:
-    request = BuildRequest(source="grammar", out=tmp_path / "pairs", most_texts=120)
+    request = BuildRequest(source="grammar", out=tmp_path / "pairs", max_texts=120)
     build(request)
     vocabulary = open_pairs(request.out).vocabulary
     lists = [[4, 9, 4], [], [7, 10**6], [5]]
@@ -107,7 +107,7 @@ def test_many_rows_are_reduced_counted_and_stacked_as_each_of_them(tmp_path: Pat
 def test_the_edition_tells_the_texts_that_are_made(tmp_path: Path) -> None:
     """When this fails for a change that is meant, increase EDITION too: pairs of the old code are then made again."""
     texts = make_grammar_texts(60)
-    divided = divide(texts, validation_share=0.2, most_validation=10)
+    divided = divide(texts, validation_share=0.2, max_validation=10)
     longer = add_made_texts(texts, divided, crops=2, mixes=2)
     write_grammar_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_folder(tmp_path)

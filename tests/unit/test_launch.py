@@ -1,4 +1,4 @@
-"""The launcher, with small programs in the place of ranks."""
+"""The launcher, with small programs as ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The distance between the logits of two models, against its definition on numbers that can be checked by hand."""
+"""The distance between the logits of two models, compared with its definition on numbers checked by hand."""
 
 from __future__ import annotations
 

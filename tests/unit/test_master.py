@@ -1,4 +1,4 @@
-"""The name of the first machine that leads back to the machine itself, as Debian's 127.0.1.1 does."""
+"""A master address that resolves to the machine itself, as with Debian's 127.0.1.1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from crosstune.core.errors import UserError
 from crosstune.distributed import master
 from crosstune.distributed.environment import Nodes
-from crosstune.distributed.links import SeveralMachines
+from crosstune.distributed.links import MultiNode
 from crosstune.distributed.master import free_ports
 
 
@@ -49,7 +49,7 @@ def test_a_machine_that_would_connect_to_itself_is_told(names: dict[str, list[st
     names["first"] = ["127.0.1.1"]
     nodes = Nodes(num_nodes=2, node_rank=1, master_addr="first", master_port=free_ports(1)[0])
     with pytest.raises(UserError, match="leads back to") as told:
-        SeveralMachines(nodes, num_local=1, connect_s=600.0, lost_s=1.0)
+        MultiNode(nodes, num_local=1, connect_s=600.0, lost_s=1.0)
     assert "127.0.1.1" in told.value.why and "/etc/hosts" in told.value.do
 
 
@@ -60,7 +60,7 @@ def test_a_trial_on_one_machine_may_use_its_own_name(names: dict[str, list[str]]
         master.check_master(name, node_rank=1)
     nodes = Nodes(num_nodes=2, node_rank=1, master_addr=own, master_port=free_ports(1)[0])
     with pytest.raises(UserError, match="cannot be reached") as told:
-        SeveralMachines(nodes, num_local=1, connect_s=0.1, lost_s=1.0)
+        MultiNode(nodes, num_local=1, connect_s=0.1, lost_s=1.0)
     assert "resolves to 127.0.1.1, which is this node" in told.value.why
 
 

@@ -1,4 +1,4 @@
-"""The prediction of a step's memory, held against arithmetic done by hand and against measured steps."""
+"""The predicted memory of a step, compared with arithmetic by hand and with measured steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice for a run that does not fit into memory: only what it does not do already, and what helps on its backend."""
+"""Advice for a run that does not fit into memory: only changes that are new and help on its backend."""
 
 from __future__ import annotations
 

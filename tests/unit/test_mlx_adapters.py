@@ -1,4 +1,4 @@
-"""Adapters between PEFT's form and mlx-lm's, without either: every bit comes back."""
+"""Adapters between PEFT's layout and mlx-lm's, without either library: bit-exact."""
 
 from __future__ import annotations
 

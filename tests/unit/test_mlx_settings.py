@@ -1,4 +1,4 @@
-"""The file of --mlx_config: mlx-lm's words become options, its own settings stay, and nothing unknown passes."""
+"""The --mlx_config file: mlx-lm's keys become options, engine settings are kept, unknown keys are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model cache holds complete models only: with several processes, after a kill, and on a full disk."""
+"""The model cache contains complete models only: with several processes, after a kill, and on a full disk."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import staged_name
 from crosstune.models import cache
+from crosstune.models.file_hashes import write_checksums
 from crosstune.models.staged import DiskFullError
 
 HELD_INSTALL = """
@@ -120,11 +121,19 @@ def test_leftovers_of_killed_processes_are_removed_and_live_ones_kept(tmp_path: 
     assert cache.check(tmp_path / "models" / "slow") == []
 
 
-@pytest.mark.parametrize("damage", ["short", "missing", "marker", "older"])
+@pytest.mark.parametrize("damage", ["short", "missing", "marker", "older", "changed"])
 def test_a_damaged_model_is_made_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    folder = install("m", build_small, tmp_path)
+    def build(folder: Path, scratch: Path) -> None:
+        build_small(folder, scratch)
+        if damage == "changed":
+            write_checksums(folder)
+
+    folder = install("m", build, tmp_path)
     weights, marker = folder / "weights.bin", folder / cache.MARKER
-    if damage == "short":
+    if damage == "changed":
+        weights.write_bytes(b"v" * weights.stat().st_size)
+        assert cache.check(folder, source={"kind": "test"})
+    elif damage == "short":
         weights.write_bytes(b"w" * 4999)
     elif damage == "missing":
         weights.unlink()
@@ -132,10 +141,11 @@ def test_a_damaged_model_is_made_again(tmp_path: Path, damage: str, caplog: pyte
         marker.write_text("{")
     else:
         marker.write_text(marker.read_text().replace('"layout": 1', '"layout": 0'))
-    assert cache.check(folder)
-    assert cache.list_models(cache=tmp_path)[0].problems
-    assert install("m", build_small, tmp_path) == folder
-    assert cache.check(folder) == []
+    if damage != "changed":
+        assert cache.check(folder)
+        assert cache.list_models(cache=tmp_path)[0].problems
+    assert install("m", build, tmp_path) == folder
+    assert cache.check(folder, source={"kind": "test"}) == []
     assert "is made again" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""GGUF files: a model written the way llama.cpp stores it comes back, and what cannot be read is refused."""
+"""GGUF files: a model stored as by llama.cpp is restored; unsupported files are rejected."""
 
 from __future__ import annotations
 
@@ -258,3 +258,7 @@ def test_counts_beyond_the_file_are_refused_before_the_package_reads_them(
         assert reason in refused(path, tmp_path), reason
     path.write_bytes(good[: len(good) // 3])
     assert "m.gguf is not a complete GGUF file" in refused(path, tmp_path)
+    path.write_bytes(good[:-1])
+    assert f"it has {len(good) - 1:,} bytes, and its tensors end after {len(good):,}" in refused(
+        path, tmp_path
+    )

@@ -1,4 +1,4 @@
-"""Names of models and runs: what each form means, what is said when it means nothing, and the shape behind a name."""
+"""Names of models and runs: the meaning of each form, errors for unknown names, and shapes."""
 
 from __future__ import annotations
 

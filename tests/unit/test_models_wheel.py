@@ -1,4 +1,4 @@
-"""Fetching with the user's own pip: what arrives is checked, what fails is said, and Ctrl-C leaves nothing."""
+"""Downloads with the user's pip: contents are checked, failures are reported, and Ctrl-C leaves nothing behind."""
 
 from __future__ import annotations
 

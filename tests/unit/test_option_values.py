@@ -1,4 +1,4 @@
-"""Values and folders that an option cannot take: refused by name, with a short text, wherever they come from."""
+"""Invalid values and folders of options: rejected with the option's name and a short message, from every source."""
 
 from __future__ import annotations
 

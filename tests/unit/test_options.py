@@ -1,4 +1,4 @@
-"""The declarations of each option beside its value: its conditions, and its meaning for a run that continues."""
+"""The declarations of options: conditions, and effects on a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options under the names of other trainers: read where they mean the same, explained where they do not."""
+"""Option names of other trainers: accepted if they mean the same, explained otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions of a plan: speed against measured runs, clusters, the change that makes a step fit, and what runs teach."""
+"""Predictions of a plan: speed against measured runs, clusters, changes that make a step fit, corrections by earlier runs."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from crosstune.estimate.step_time import (
 from crosstune.machines.probe import fastest_backend, load_machine, profile_names
 from crosstune.models.known_models import known_shape
 from crosstune.planner.gather import make_plan
-from crosstune.planner.learned import (
+from crosstune.planner.measurements import (
     FILE,
-    MOST_ENTRIES,
-    learn_peak,
+    MAX_ENTRIES,
     read_corrections,
     recall,
     recall_all,
+    record_peak,
     remember,
 )
 from crosstune.planner.predict import DataFacts, predict
@@ -361,19 +361,19 @@ def test_finished_runs_correct_the_next_plan(cache: Path) -> None:
         other = plan_on("h200", batch_size=batch, **asked)
         assert other.fitted is not None
         parts = other.fitted.parts
-        learn_peak(other, int((parts.total - parts.overhead) * ratio))
+        record_peak(other, int((parts.total - parts.overhead) * ratio))
     corrected = plan_on("h200", **asked)
     assert corrected.correction is not None and corrected.correction.num_runs == 3
     assert corrected.estimated_bytes == pytest.approx(own * 1.2 + plan.fitted.parts.overhead, rel=1e-6)
     assert plan_on("h100", **asked).correction is None, "another machine has runs of its own"
-    learn_peak(plan_on("h200", batch_size=4, **asked), 10**15)
+    record_peak(plan_on("h200", batch_size=4, **asked), 10**15)
     factor = read_corrections(load_machine("h200"))["cuda"].factor
     assert 1.0 < factor < 2.0, "one run out of line changes little"
 
 
 def test_a_run_of_a_tiny_model_teaches_nothing() -> None:
     plan = plan_on("cpu-laptop", model_name="EleutherAI/pythia-70m", batch_size=1, context_length=8)
-    learn_peak(plan, 10 * GIB)
+    record_peak(plan, 10 * GIB)
     assert read_corrections(plan.machine) == {}
 
 
@@ -392,19 +392,19 @@ def test_a_damaged_file_is_no_error_and_is_replaced(cache: Path, text: str) -> N
     assert read_corrections(load_machine("h200")) == {}
     plan = plan_on("h200")
     assert plan.correction is None and plan.estimated_bytes is not None
-    learn_peak(plan, plan.estimated_bytes)
+    record_peak(plan, plan.estimated_bytes)
     assert read_corrections(load_machine("h200"))["cuda"].num_runs == 1
 
 
 def test_the_file_stays_small_and_a_folder_that_cannot_be_written_is_no_error(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entries = {str(n): {"key": {"n": n}, "value": {"value": 0.0}, "time": n} for n in range(MOST_ENTRIES + 5)}
+    entries = {str(n): {"key": {"n": n}, "value": {"value": 0.0}, "time": n} for n in range(MAX_ENTRIES + 5)}
     cache.mkdir(parents=True)
     (cache / "x.json").write_text(json.dumps({"format": 1, "entries": entries}))
     remember("x", {"n": -1}, {"value": 4.0})
     kept = {entry["key"]["n"] for entry in recall_all("x").values()}
-    assert len(kept) == MOST_ENTRIES and -1 in kept and not kept & set(range(6))
+    assert len(kept) == MAX_ENTRIES and -1 in kept and not kept & set(range(6))
     assert recall("x", {"n": -1}) == {"value": 4.0} and recall("x", {"n": 0}) is None
     monkeypatch.setenv("CROSSTUNE_CACHE", "/proc/nowhere")
     remember("x", {"n": 1}, {"value": 1.0})

@@ -1,4 +1,4 @@
-"""Preferences are read from the layouts that people have; a bad row is named with its line and reason."""
+"""Preferences are read from common layouts; an error gives the line and the reason of a bad row."""
 
 from __future__ import annotations
 
@@ -181,6 +181,38 @@ def test_the_data_command_accounts_for_every_row(tmp_path: Path, capsys: pytest.
         capsys, name, "--skip_eval", "--context_length", "64", "--truncation", "drop", "--skip_bad_rows"
     )
     assert code == 0 and found["rows"]["too_long"] == 1 and found["rows"]["trained"] == 27
+    assert found["train"]["dropped_examples"] == 1 and found["train"]["examples"] == 54
+    [said] = [one for one in found["warnings"] if "context" in one or "skipped" in one]
+    assert said == "1 of 30 rows are left out: an answer does not fit the context"
+    assert main([
+        "data", name, "--recipe", "preference", "--model_name", "tiny-random", "--context_length", "64", "--skip_bad_rows",
+        "--truncation", "error",
+    ]) == 2  # fmt: skip
+    error = capsys.readouterr().err
+    assert "1 of 29 rows of" in error or "1 of 26 rows of" in error
+    assert "rows.jsonl, line 30, has" in error and "--truncation cut or drop" in error
+
+
+def test_the_data_command_names_every_bad_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"Question {n}", "chosen": "yes", "rejected": "no"} for n in range(24)
+    ]
+    for place in range(1, 14):
+        rows[place]["chosen"] = None
+    rows[14]["prompt"], rows[15]["prompt"] = None, " "
+    del rows[16]["prompt"]
+    code, found, err = report(capsys, write(tmp_path, rows), "--skip_eval")
+    assert code == 2 and found["rows"]["bad"] == 16 and found["rows"]["trained"] == 8
+    assert (
+        "rows.jsonl, lines 3, 4, 5, 6, 7, 8, 9, 10, 11, 12 and 2 more: The chosen answer is missing." in err
+    )
+    for line, why in (
+        (15, "its column prompt is null"),
+        (16, "its column prompt is empty"),
+        (17, "there is no column prompt"),
+    ):
+        assert f"rows.jsonl, line {line}: The row has no prompt. {why}" in err
+    assert err.rstrip().splitlines()[-2].endswith("rows.jsonl, line 2: The chosen answer is missing.")
 
 
 def test_the_data_command_reads_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Windows are prepared ahead in a thread; the loop sees the same windows, in order, and every error."""
+"""Windows are prepared ahead in a thread; the loop gets the same windows in order, and every error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles of steps: which steps, how their time is divided, and what is said about it."""
+"""Profiles of steps: the recorded steps, their division into phases, and the printed table."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def run_steps(
             with profile.step(step):
                 with profile.phase(DATA), session.phase(FORWARD):
                     pass
-                profile.took(0.1)
+                profile.note_step_time(0.1)
 
 
 def test_a_cycle_warms_up_records_and_writes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is counted over a run, and the judgement of its evaluations: best step, early stopping, overfitting."""
+"""Totals of a run, and the assessment of its evaluations: best step, early stopping, overfitting."""
 
 from __future__ import annotations
 

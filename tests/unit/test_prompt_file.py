@@ -17,8 +17,11 @@ def test_a_text_file_has_a_prompt_per_line(tmp_path: Path) -> None:
     path.write_text(
         'First?\n\n  {"prompt": "taken as it is"}  \r\nDritte\N{INVERTED QUESTION MARK}', encoding="utf-8"
     )
-    prompts = read_prompts(path, system="Be brief.")
+    said: list[str] = []
+    prompts = read_prompts(path, system="Be brief.", say=said.append)
+    assert said == [f"skipped 1 empty line of {path}"]
     assert [prompt.text for prompt in prompts] == ["First?", '{"prompt": "taken as it is"}', "Dritte¿"]
+    assert [prompt.line for prompt in prompts] == [1, 3, 4]
     assert prompts[0].messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "First?"},
@@ -36,7 +39,7 @@ def test_json_lines_hold_prompts_or_conversations(tmp_path: Path) -> None:
         {"prompt": turns},
     ]
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    one, two, three, four = read_prompts(path, system="mine")
+    one, two, three, four = read_prompts(path, system="mine", say=print)
     assert one.text == "p"
     assert two.messages == [{"role": "system", "content": "mine"}, {"role": "user", "content": "q"}]
     assert two.row("a") == {"messages": two.messages, "answer": "a", "reference": "known"}
@@ -58,16 +61,16 @@ def test_a_bad_row_is_named(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     with pytest.raises(UserError, match=says) as caught:
-        read_prompts(path)
+        read_prompts(path, say=print)
     assert caught.value.do
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Cannot read"):
-        read_prompts(tmp_path / "none.txt")
+        read_prompts(tmp_path / "none.txt", say=print)
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(UserError, match="Cannot read"):
-        read_prompts(tmp_path / "binary.txt")
+        read_prompts(tmp_path / "binary.txt", say=print)
     assert json_line({"answer": "ä"}) == '{"answer": "ä"}\n'.encode()
 
 

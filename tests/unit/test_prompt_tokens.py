@@ -1,4 +1,4 @@
-"""What is trained is what is prompted: rows begin with the tokens of their prompts, and excluded turns carry no loss."""
+"""Training rows begin with the tokens of their prompts, and excluded turns carry no loss."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.render.rendering import encode_conversation, encode_prompt, render, unlike_prompt
+from crosstune.data.render.rendering import encode_conversation, encode_prompt, prompt_mismatch, render
 from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.recipes.preference.open_pairs import tokenize
+from crosstune.recipes.preference.read_pairs import read_preferences
 from crosstune.recipes.sft import SftRecipe
 
 TEMPLATES = Path(__file__).parents[1] / "chat_templates"
@@ -97,6 +99,33 @@ def test_a_row_begins_with_the_tokens_of_its_prompt(tokenizer: Tokenizer, header
         learned = tokenizer.decode(answered.tokens[answered.supervised].tolist(), keep_special=True)
         assert learned.strip() == f"{answer.strip()}<|im_end|>"
     assert joined or header == HEADERS["special"], "the case does not occur"
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_the_answers_of_a_pair_begin_with_the_tokens_of_their_prompt(
+    tokenizer: Tokenizer, header: str
+) -> None:
+    """Earlier answers in the prompt carry no loss, and begin a token as in generation."""
+    tokenizer = replace(tokenizer, chat_template=template(header))
+    turns = ["Hello", " Hi", "1 2"]
+    prompt = [
+        {"role": role, "content": text}
+        for role, text in zip(("user", "assistant", "user"), turns, strict=True)
+    ]
+    rows = [
+        {"prompt": asked, "chosen": answer, "rejected": "other"}
+        for answer in ANSWERS
+        for asked in ("Hello", prompt)
+    ]
+    pairs = [pair for row in rows for pair in read_preferences(row, paired=True)]
+    config = make_config(recipe="preference", context_length=512)
+    found = tokenize(pairs, tokenizer, config=config, name="pairs", model_limit=None)
+    assert len(found) == len(rows)
+    for place, pair in enumerate(pairs):
+        asked = encode_prompt(list(pair.prompt), tokenizer)
+        for example in found[place].examples:
+            assert example.tokens[: len(asked)].tolist() == asked
+            assert example.supervised[len(asked)] and not example.supervised[: len(asked)].any()
 
 
 def test_every_answer_of_a_conversation_begins_a_token(tokenizer: Tokenizer) -> None:
@@ -198,7 +227,7 @@ def test_a_prompt_that_rows_do_not_contain_is_reported(spaced_model: Path, write
 
 def test_a_prompt_that_skips_the_reasoning_which_rows_lack_is_reported(tokenizer: Tokenizer) -> None:
     skipping = template("Answer: ") + "{% if add_generation_prompt %}<think>\n\n</think>{% endif %}"
-    told = unlike_prompt(replace(tokenizer, chat_template=skipping))
+    told = prompt_mismatch(replace(tokenizer, chat_template=skipping))
     assert told is not None and "</think>" in told[0]
 
 
@@ -220,7 +249,7 @@ def test_rows_without_the_reasoning_that_the_prompt_opens_are_counted(
 
 @pytest.mark.parametrize("file", sorted(TEMPLATES.glob("*.jinja")), ids=lambda path: path.stem)
 def test_templates_in_use_write_their_prompts(tokenizer: Tokenizer, file: Path) -> None:
-    assert unlike_prompt(replace(tokenizer, chat_template=file.read_text(encoding="utf-8"))) is None
+    assert prompt_mismatch(replace(tokenizer, chat_template=file.read_text(encoding="utf-8"))) is None
 
 
 def conversation(*flags: dict[str, Any]) -> dict[str, Any]:

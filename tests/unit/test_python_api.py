@@ -1,4 +1,4 @@
-"""The Python interface before it trains: its names, its arguments, its callbacks."""
+"""The Python interface without training: its names, arguments and callbacks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_public_name_is_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["train", "plan"])
 def test_an_argument_without_a_name_is_explained(name: str) -> None:
-    with pytest.raises(UserError, match="by name") as caught:
+    with pytest.raises(UserError, match="keyword arguments") as caught:
         getattr(crosstune, name)("tiny-random", dataset="chats.jsonl")
     assert f"{name}(model_name='tiny-random'" in caught.value.do
 

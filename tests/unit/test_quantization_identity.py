@@ -1,4 +1,4 @@
-"""One identity of a quantization: every spelling in files, and what of it changes the numbers."""
+"""The identity of a quantization: its forms in files, and the fields that change the numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planned import plan_on
 
 from crosstune.checkpoint.manifest import Manifest
 from crosstune.core.errors import UserError
-from crosstune.core.quantization import BaseChoice, QuantSpec, read_spec, same_meaning, wrong_spec
+from crosstune.core.quantization import BaseChoice, QuantSpec, read_spec, same_quantization, wrong_spec
 from crosstune.runs.resume_identity import base_fields, check_base, compare, identity_of_options
 
 BNB = {"quantizer": "bnb", "bits": 4, "group_size": 64}
@@ -27,7 +27,7 @@ def test_every_spelling_is_read() -> None:
     assert QuantSpec.from_json(OLDER) == QuantSpec(**BNB) == QuantSpec.from_json(QuantSpec(**BNB).to_json())
     assert QuantSpec(**BNB).name() == "bnb-4bit"
     assert read_spec(None) is None
-    assert same_meaning(read_spec(MLX_ADAPTER), read_spec(MLX_CHECKPOINT))
+    assert same_quantization(read_spec(MLX_ADAPTER), read_spec(MLX_CHECKPOINT))
     for wrong, why in (
         ({"bits": 4}, "it has the keys bits and lacks group_size, quantizer."),
         ({**BNB, "rounding": "up"}, "it has the keys quantizer, bits, group_size, rounding."),
@@ -66,10 +66,10 @@ def test_a_quantization_in_words() -> None:
 )  # fmt: skip
 def test_what_changes_the_numbers(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
     left, right = QuantSpec(**one), QuantSpec(**other)
-    assert same_meaning(left, right) == same
+    assert same_quantization(left, right) == same
     if not same:
         assert left.describe() != right.describe()
-    assert not same_meaning(left, None) and same_meaning(None, None)
+    assert not same_quantization(left, None) and same_quantization(None, None)
 
 
 def test_a_checkpoint_of_an_older_version_is_of_the_same_training() -> None:

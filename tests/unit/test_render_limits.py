@@ -1,4 +1,4 @@
-"""Chat templates run in jinja's sandbox; one from a file is tried first, within limits of CPU time and memory."""
+"""Chat templates run in jinja's sandbox; a template from a file is first tried with limits on CPU time and memory."""
 
 from __future__ import annotations
 

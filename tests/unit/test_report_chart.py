@@ -1,4 +1,4 @@
-"""Charts: axes, smoothing, thinning, gaps, overfitting, and the SVG."""
+"""Charts: axes, smoothing, downsampling, gaps, overfitting, and the SVG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers a run takes: fast or general, compiled, recomputed, with an fp8 base."""
+"""The layers of a run: fast or general, compiled, recomputed, with an fp8 base."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Allowed differences of a written tokenizer, and the number format and size that headers tell."""
+"""Allowed differences of a written tokenizer, and the dtype and size in file headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of runs: figures of finished, running and damaged runs, whatever else lies beside them."""
+"""Lists of runs: finished, running and damaged runs, and unrelated files next to them."""
 
 from __future__ import annotations
 

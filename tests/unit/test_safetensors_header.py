@@ -1,4 +1,4 @@
-"""A safetensors header is believed only where it describes its file exactly."""
+"""A safetensors header is accepted only if it describes its file exactly."""
 
 from __future__ import annotations
 

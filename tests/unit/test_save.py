@@ -1,4 +1,4 @@
-"""The times at which a checkpoint is due, and the events of one that is written beside the training."""
+"""The steps at which a checkpoint is due, and the events of a checkpoint written in the background."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Backward, Memory, PreparedBatch
-from crosstune.planner.search_batch import BatchSearch, most_rows
+from crosstune.planner.search_batch import BatchSearch, max_rows
 from crosstune.process.ranks import SingleProcess
 
 
@@ -69,7 +69,7 @@ def test_the_search_ends_where_more_rows_are_not_wanted() -> None:
     session = Measured()
     assert search(session, limit=10**9, at_most=12) == 12
     assert session.tried == [1, 2, 4, 8, 12]
-    assert most_rows(1000, micro_batches=1, rows_per_step=0, world_size=1) == 125
-    assert most_rows(1000, micro_batches=5, rows_per_step=0, world_size=5) == 5
-    assert most_rows(1000, micro_batches=1, rows_per_step=64, world_size=2) == 32
-    assert most_rows(3, micro_batches=1, rows_per_step=0, world_size=1) == 1
+    assert max_rows(1000, micro_batches=1, rows_per_step=0, world_size=1) == 125
+    assert max_rows(1000, micro_batches=5, rows_per_step=0, world_size=5) == 5
+    assert max_rows(1000, micro_batches=1, rows_per_step=64, world_size=2) == 32
+    assert max_rows(3, micro_batches=1, rows_per_step=0, world_size=1) == 1

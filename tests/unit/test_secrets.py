@@ -1,4 +1,4 @@
-"""Secrets in text: found, replaced, and ordinary names left alone."""
+"""Secrets in text are found and replaced; ordinary names are not."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""The engines of `crosstune serve`: which is chosen, its command line, and what is said when it cannot serve."""
+"""The engines of `crosstune serve`: the choice, the command line, and the error if none can serve."""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
+from crosstune.core.events import Event, StepMetrics
 from crosstune.results.trained_folder import Trained
 from crosstune.serve import prepare
 from crosstune.serve.engines import ENGINES, Launch, choose_engine, takes_adapter
@@ -33,9 +36,9 @@ def pairs(words: Any) -> set[tuple[str, str]]:
 
 def test_vllm_serves_an_adapter_beside_its_base() -> None:
     made = ENGINES["vllm"].command(launch(adapter=Path("/runs/demo/adapter"), rank=24, num_models=2))
-    assert made.module == "vllm.entrypoints.openai.api_server" and made.model == "demo"
+    assert made.module == "vllm.entrypoints.cli.main" and made.model == "demo"
     assert pairs(made.words) >= {
-        ("--model", "/models/base"),
+        ("serve", "/models/base"),
         ("--served-model-name", "demo-base"),
         ("--lora-modules", "demo=/runs/demo/adapter"),
         ("--max-lora-rank", "32"),
@@ -46,6 +49,9 @@ def test_vllm_serves_an_adapter_beside_its_base() -> None:
     }
     assert "--enable-lora" in made.words and "secret" not in " ".join(made.words)
     assert made.environment == {"VLLM_API_KEY": "secret"}
+    made = ENGINES["vllm"].command(launch(adapter=Path("/runs/lr=1,2"), rank=24))
+    (module,) = (later for word, later in pairs(made.words) if word == "--lora-modules")
+    assert json.loads(module) == {"name": "demo", "path": "/runs/lr=1,2"}
 
 
 def test_the_other_command_lines_listen_on_loopback() -> None:
@@ -93,10 +99,48 @@ def test_a_file_larger_than_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("xllamacpp")
-    (tmp_path / "large.gguf").write_bytes(bytes(2000))
+    (tmp_path / "large.gguf").write_bytes(header({}) + bytes(2000))
     monkeypatch.setattr(prepare, "memory_bytes", lambda: (4096, 2048))
     assert main(["serve", str(tmp_path / "large.gguf"), "--port", "0"]) == 2
     said = capsys.readouterr().err
     assert "does not fit into the memory" in said and "q8_0" in said
     assert main(["serve", str(tmp_path / "none.gguf"), "--port", "0"]) == 2
-    assert "There is no file" in capsys.readouterr().err
+    assert "it is missing" in capsys.readouterr().err
+
+
+def header(facts: dict[str, str | int]) -> bytes:
+    """Return a GGUF file without tensors."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    values = [
+        text(key) + (struct.pack("<I", 8) + text(value) if isinstance(value, str) else struct.pack("<II", 4, value))
+        for key, value in facts.items()
+    ]  # fmt: skip
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(values)) + b"".join(values)
+
+
+def test_the_header_of_a_file_says_its_context_and_its_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("xllamacpp")
+
+    class Kept:
+        def on_event(self, event: Event) -> None:
+            said.append(str(getattr(event, "message", event)))
+
+        def on_step(self, metrics: StepMetrics) -> None: ...
+
+    file, said, observer = tmp_path / "demo.gguf", list[str](), Kept()
+    facts: dict[str, str | int] = {"general.architecture": "llama", "llama.context_length": 512}
+    file.write_bytes(header(facts))
+    assert prepare.prepare(str(file), "llamacpp", observer=observer).context == 512
+    assert len(said) == 1 and "has no chat template" in said[0]
+    file.write_bytes(header(facts | {"tokenizer.chat_template": "{{ messages }}"}))
+    assert prepare.prepare(str(file), "llamacpp", observer=observer).context == 512 and len(said) == 1
+    assert main(["serve", str(file), "--port", "0", "--context_length", "1024"]) == 2
+    assert "the model has a context of 512 tokens" in capsys.readouterr().err
+    file.write_bytes(header(facts)[:-3])
+    assert main(["serve", str(file), "--port", "0"]) == 2
+    assert "is not a complete GGUF file" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""One optimizer step, with a session that answers as told: what is called, in which order, with which loss scale."""
+"""One optimizer step with a scripted session: the calls, their order, and the loss scale."""
 
 from __future__ import annotations
 

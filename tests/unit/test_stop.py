@@ -1,4 +1,4 @@
-"""Signals as a wish to stop, sent for real to this process."""
+"""Real signals to this process request a stop."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def test_the_first_reason_that_is_asked_for_stays() -> None:
 def test_droppable_work_is_left_at_once() -> None:
     with StopSignal().listening() as stop:
         done = []
-        with pytest.raises(StopRequested, match="SIGTERM"), stop.droppable():
+        with pytest.raises(StopRequested, match="SIGTERM"), stop.interruptible():
             send(signal.SIGTERM)
             done.append("after the signal")
         assert done == []
-        with pytest.raises(StopRequested, match="SIGTERM"), stop.droppable():
+        with pytest.raises(StopRequested, match="SIGTERM"), stop.interruptible():
             done.append("begun after a stop was requested")
         assert done == []
 
 
 def test_work_after_a_droppable_part_is_not_dropped() -> None:
     with StopSignal().listening() as stop:
-        with stop.droppable():
+        with stop.interruptible():
             pass
-        with pytest.raises(ValueError, match="inside"), stop.droppable():
+        with pytest.raises(ValueError, match="inside"), stop.interruptible():
             raise ValueError("inside")
         send(signal.SIGTERM)
         assert stop.reason == "SIGTERM"
@@ -72,10 +72,10 @@ def test_work_after_a_droppable_part_is_not_dropped() -> None:
 def test_one_of_several_processes_drops_nothing() -> None:
     with StopSignal(shared=True).listening() as stop:
         done = []
-        with stop.droppable():
+        with stop.interruptible():
             send(signal.SIGTERM)
             done.append("after the signal")
-        with stop.droppable():
+        with stop.interruptible():
             done.append("after a request")
         assert done == ["after the signal", "after a request"] and stop.requested
 

@@ -1,4 +1,4 @@
-"""The readers of files from outside: regular files only, limits on size and depth, errors that name file and field."""
+"""Readers of external files: regular files only, limits on size and depth, errors that give file and field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trackers are given, and that none of them can stop, slow or betray a run."""
+"""The values that trackers get; no tracker can stop or slow a run, or leak its secrets."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_call_over_its_limit_ends_the_tracker_during_the_run(
 ) -> None:
     """One warning; the queue holds nothing of it afterwards, and the end does not wait for it."""
     monkeypatch.setattr(observe, "CALL_S", 2.0)  # `notes` answers in time on a busy machine too
-    monkeypatch.setattr(observe, "MOST_QUEUED", 100)
+    monkeypatch.setattr(observe, "MAX_QUEUED", 100)
     (tmp_path / "run").mkdir()
     seen = Seen()
     with Tracking() as tracking:
@@ -203,7 +203,7 @@ sys.exit(main.main())
 
 def test_a_slow_one_gets_every_value_from_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What found no room in the queue is read from the run folder later, in order and once."""
-    monkeypatch.setattr(observe, "MOST_QUEUED", 10)
+    monkeypatch.setattr(observe, "MAX_QUEUED", 10)
     run = tmp_path / "run"
     run.mkdir()
     record = RunRecord.create(run, config_yaml="", plan={})

@@ -1,4 +1,4 @@
-"""The memory that a step may use: one answer for the plan, the manager and the tables in the docs."""
+"""The memory that a step may use: the same value in the plan, the manager and the tables of the docs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the rank that hangs from the posted states and end every rank; a suspension is no hang."""
+"""Find the hung rank from the posted states and end every rank; a suspension is not a hang."""
 
 from __future__ import annotations
 

@@ -29,20 +29,20 @@ Written = dict[str, str]
 
 
 @contextlib.contextmanager
-def python_words(written: Mapping[str, str] | None = None) -> Iterator[None]:
+def rephrase_errors(written: Mapping[str, str] | None = None) -> Iterator[None]:
     """Rephrase errors raised in the `with` block for a Python program."""
     try:
         yield
     except UserError as error:
-        put_into_python(error, written or {})
+        rephrase_error(error, written or {})
         raise
 
 
-def put_into_python(error: UserError, written: Mapping[str, str]) -> None:
+def rephrase_error(error: UserError, written: Mapping[str, str]) -> None:
     """Rephrase an error, and every problem in it, for a Python program."""
     if isinstance(error, ConfigError):
         for problem in error.problems:
-            put_into_python(problem, written)
+            rephrase_error(problem, written)
     error.message, error.why, error.do = (
         _FLAG.sub(lambda found: found["command"] or found["name"], _arguments(text, written))
         for text in (error.message, error.why, error.do)
@@ -63,7 +63,7 @@ def reject_positional(function: str, given: Sequence[object]) -> None:
     if given:
         first = repr(given[0]) if isinstance(given[0], str) else "..."
         raise UserError(
-            f"{function} takes its arguments by name.",
+            f"{function} accepts keyword arguments only.",
             do=f"write the model as {function}(model_name={first}, ...), and the data as dataset=...",
         )
 

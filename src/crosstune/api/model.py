@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from crosstune.api.arguments import PathLike, python_words
+from crosstune.api.arguments import PathLike, rephrase_errors
 from crosstune.core.errors import UserError, shown
 from crosstune.core.events import Observer, Observers, Warned
 from crosstune.core.sampling import Sampling
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from crosstune.data.tokens.tokenizer import Tokenizer
     from crosstune.results.chat_model import ChatModel
     from crosstune.results.opened import Request
-
-_TOGETHER = 16
-"""Prompts answered in one batch."""
 
 
 class Model:
@@ -75,16 +72,11 @@ class Model:
             messages = [*start, {"role": "user", "content": prompt}]
             return self.chat(messages, max_new_tokens=max_new_tokens, on_text=on_text, **sampling)
         conversations = [[*start, {"role": "user", "content": text}] for text in prompt]
-        answers: list[str] = []
-        with python_words():
+        with rephrase_errors():
             settings = _read_sampling(sampling, max_new_tokens)
-            for place in range(0, len(conversations), _TOGETHER):
-                answers += self._chat_model().answers(
-                    conversations[place : place + _TOGETHER],
-                    max_new_tokens=max_new_tokens,
-                    sampling=replace(settings, seed=settings.seed + place),
-                )
-        return answers
+            if not conversations:
+                return []
+            return self._chat_model().answers(conversations, max_new_tokens=max_new_tokens, sampling=settings)
 
     def chat(
         self,
@@ -95,7 +87,7 @@ class Model:
         **sampling: float,
     ) -> str:
         """Return the model's next turn in a conversation of dicts with `role` and `content`."""
-        with python_words():
+        with rephrase_errors():
             settings = _read_sampling(sampling, max_new_tokens)
             return self._chat_model().answer(
                 [dict(message) for message in messages],
@@ -128,7 +120,7 @@ class Model:
         """Merge the adapter into its base like `crosstune merge`; return the model folder."""
         from crosstune.results.merge import merge
 
-        with python_words():
+        with rephrase_errors():
             return self._written(merge(self._request(out, into, dtype, base, force), observer=self._observer))
 
     def export(
@@ -153,7 +145,7 @@ class Model:
             )
         form = Form(to=to, bits=n_bits, group_size=group_size, kind=gguf_type)
         request = self._request(out, into, dtype, base, force)
-        with python_words():
+        with rephrase_errors():
             return self._written(export(request, form, observer=self._observer))
 
     def close(self) -> None:
@@ -168,7 +160,7 @@ class Model:
         from crosstune.results.chat_model import open_chat_model
 
         if self._opened is None:
-            with python_words():
+            with rephrase_errors():
                 self._opened = open_chat_model(
                     self.target, observer=self._observer, backend=self.backend, precision=self.precision
                 )
@@ -216,7 +208,7 @@ def load(target: PathLike, *, backend: str = "auto", precision: str = "auto", pr
     observer: Observer = Screen(live=True) if progress else Observers()
     name = os.fspath(target)
     name = name if name in BUNDLED else named_run(name)
-    with python_words():
+    with rephrase_errors():
         find_model(make_config(model_name=find_trained(name).base), observer)
     return Model(name, backend=backend, precision=precision, observer=observer)
 

@@ -12,13 +12,14 @@ from crosstune.api.arguments import (
     PathLike,
     SavesTokenizer,
     Written,
-    put_into_python,
-    python_words,
     read_config,
     reject_positional,
+    rephrase_error,
+    rephrase_errors,
 )
+from crosstune.api.notebook import table
 from crosstune.cli.commands.plan import plan_to_json
-from crosstune.cli.plan_lines import describe_plan
+from crosstune.cli.plan_lines import LABEL_WIDTH, describe_plan
 from crosstune.config.resolve.plan import Adjustment, Plan
 from crosstune.core.errors import UserError
 from crosstune.planner.predict import Prediction, predict
@@ -79,6 +80,10 @@ class PlanReport:
     def to_json(self) -> dict[str, Any]:
         return plan_to_json(self.plan, self.checked, self.prediction)
 
+    def _repr_html_(self) -> str:
+        """Show the lines of the plan as a table in a notebook."""
+        return table(describe_plan(self.plan, self.checked, self.prediction), width=LABEL_WIDTH)
+
     def __repr__(self) -> str:
         return "\n".join(describe_plan(self.plan, self.checked, self.prediction))
 
@@ -97,7 +102,7 @@ def plan(
 
     reject_positional("plan", given)
     written = Written()
-    with python_words(written):
+    with rephrase_errors(written):
         data = {"dataset": dataset, "eval_dataset": eval_dataset, "tokenizer": tokenizer}
         config = read_config(options, written=written, **data)
         if config.emulate is not None:
@@ -107,5 +112,5 @@ def plan(
         where = load_machine(str(machine)) if machine is not None else None
         found, checked = check_plan(config, machine=where)
     for problem in checked.problems:
-        put_into_python(problem, written)
+        rephrase_error(problem, written)
     return PlanReport(plan=found, checked=checked)

@@ -14,15 +14,16 @@ from crosstune.api.arguments import (
     PathLike,
     SavesTokenizer,
     Written,
-    python_words,
     read_config,
     reject_positional,
+    rephrase_errors,
 )
 from crosstune.api.callbacks import Callback, Callbacks, keep_process_state
 from crosstune.api.model import Model, load
-from crosstune.cli.commands.train import after_restart, leave_together, show_training
+from crosstune.api.notebook import LiveCell, framed, has_kernel
+from crosstune.cli.commands.train import after_restart, finish_together, show_training
 from crosstune.core.errors import UserError
-from crosstune.core.events import Evaluated, Started
+from crosstune.core.events import Evaluated
 from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.files.paths import named_run
 
@@ -61,23 +62,13 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl, one per step, with `epoch`, and with `eval_loss` and other `eval_` metrics at
-        evaluated steps."""
+        """The rows of metrics.jsonl, one per step, with `eval_loss` and other `eval_` metrics at evaluated steps."""
         evaluated: dict[int, dict[str, Any]] = {}
-        num_examples = None
         for event in self.events:
             if event.get("kind") == Evaluated.kind and event.get("step") is not None:
                 found = {f"eval_{name}": value for name, value in (event.get("metrics") or {}).items()}
                 evaluated.setdefault(event["step"], {}).update(found)
-            if event.get("kind") == Started.kind:
-                num_examples = ((event.get("data") or {}).get("train") or {}).get("examples") or num_examples
-        rows, done = list[dict[str, Any]](), {0: 0}
-        for row in read_jsonl(self.folder / "metrics.jsonl"):  # a resumed run may repeat steps
-            step = row["step"]
-            done[step] = done.get(step - 1, 0) + (row.get("examples") or 0)
-            epoch = {"epoch": done[step] / num_examples} if num_examples else {}
-            rows.append(row | epoch | evaluated.get(step, {}))
-        return rows
+        return [row | evaluated.get(row["step"], {}) for row in read_jsonl(self.folder / "metrics.jsonl")]
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -112,6 +103,12 @@ class Run:
             prompt, system=system, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
         )
 
+    def _repr_html_(self) -> str:
+        """Show the result and the curves in a notebook."""
+        from crosstune.report import load_run, render
+
+        return framed(render(load_run(self.folder), template="cell.html.jinja"))
+
     def __repr__(self) -> str:
         facts = [f"status={self.status!r}"]
         for name in ("steps", "final_loss", "eval_loss"):
@@ -135,21 +132,27 @@ def train(
     tokenizer. Ctrl-C and callbacks stop the run after the current step, with a checkpoint. `progress=False` prints nothing.
     """
     from crosstune.distributed.environment import read_ranks
-    from crosstune.distributed.group import connected, naming_rank
+    from crosstune.distributed.group import connected, errors_with_rank
     from crosstune.loop.stop import StopSignal
 
     reject_positional("train", given)
     stop, written = StopSignal(), Written()
-    with python_words(written):
+    with rephrase_errors(written):
         called = Callbacks(callbacks, stop)
         data = {"dataset": dataset, "eval_dataset": eval_dataset, "tokenizer": tokenizer}
         config = read_config(options, written=written, **data)
-        with keep_process_state(), connected(config, read_ranks(config)) as group, naming_rank(group):
+        with keep_process_state(), connected(config, read_ranks(config)) as group, errors_with_rank(group):
             try:
+                cell = LiveCell() if progress and has_kernel() else None
                 result, _ = show_training(
-                    after_restart(config, group), group, observers=[called], stop=stop, quiet=not progress
+                    after_restart(config, group),
+                    group,
+                    observers=[*([cell] if cell else []), called],
+                    stop=stop,
+                    quiet=not progress,
+                    line=cell,
                 )
-                leave_together(result, group)
+                finish_together(result, group)
             except UserError as error:
                 if called.error is not None:
                     raise called.error from error

@@ -14,6 +14,7 @@ SPEC = BackendSpec(
     preference=10,
     collective="nccl",
     pinned_memory=True,
+    visible_devices="CUDA_VISIBLE_DEVICES",
     install=(
         "It needs an NVIDIA GPU with its driver and a CUDA build of torch (https://pytorch.org/get-started)"
     ),

@@ -14,6 +14,7 @@ SPEC = BackendSpec(
     preference=20,
     collective="nccl",
     pinned_memory=True,
+    visible_devices="HIP_VISIBLE_DEVICES",
     install=(
         "It needs an AMD GPU with its driver and a ROCm build of torch (https://pytorch.org/get-started)"
     ),

@@ -13,6 +13,7 @@ SPEC = BackendSpec(
     overhead_bytes=512 * 2**20,
     preference=30,
     collective="xccl",
+    visible_devices="ZE_AFFINITY_MASK",
     install=(
         "It needs an Intel GPU with its driver and an XPU build of torch (https://pytorch.org/get-started)"
     ),

@@ -105,7 +105,7 @@ def unpack_archive(path: Path, folder: Path) -> None:
             raise UserError(
                 f"There is not enough disk space to unpack {path}.",
                 why=f"it needs {readable_bytes(need)} and {readable_bytes(free)} are free.",
-                do="free some space, or choose another --output_dir",
+                do="free some space, or choose a different --output_dir",
             )
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def unpack_archive(path: Path, folder: Path) -> None:
             raise UserError(
                 f"The archive {path} could not be unpacked to {folder}.",
                 why=f"{error.strerror or error}; it needs {readable_bytes(need)}. No files were left there.",
-                do="choose another --output_dir or --name",
+                do="choose a different --output_dir or --name",
             ) from error
 
 

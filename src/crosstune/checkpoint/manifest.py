@@ -191,6 +191,7 @@ _PARTS: Mapping[str, Mapping[str, Rule]] = {
         "trainable": OBJECT,
         "quantization": OBJECT | NOTHING,
         "optimizer": TEXT,
+        "objective": OBJECT | NOTHING,
     },
     "identity.model": {"identity": TEXT | NOTHING, "name": TEXT | NOTHING, "config": TEXT | NOTHING},
     "identity.order": {"rows_per_step": whole(1) | NOTHING},

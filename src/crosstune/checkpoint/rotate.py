@@ -18,13 +18,13 @@ from crosstune.files.atomic_files import remove_folder
 class Keep:
     last_n: int
     best: bool = True
-    """Keep the one with the lowest evaluation loss."""
+    """Keep the checkpoint with the lowest evaluation loss."""
     every: int = 0
-    """Keep all whose step is a multiple of this; 0 for none."""
+    """Keep checkpoints whose step is a multiple of this; 0: none."""
 
 
 def lowest(steps: Sequence[int], evaluations: Mapping[int, float]) -> int | None:
-    """Return which of `steps` has the lowest finite evaluation loss, the earliest of equal ones."""
+    """Return the step with the lowest finite evaluation loss, the earliest on a tie."""
     evaluated = [step for step in steps if math.isfinite(evaluations.get(step, math.nan))]
     return min(evaluated, key=lambda step: (evaluations[step], step)) if evaluated else None
 

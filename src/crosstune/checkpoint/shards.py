@@ -53,7 +53,7 @@ def write_divided(root: Path, state: SessionState, manifest: Manifest, *, group:
                 root.mkdir(mode=0o700, exist_ok=True)
                 check_room(root, need)
                 staged = stack.enter_context(staging_folder(target))
-        staged = Path(group.share(str(staged)))
+        staged = Path(group.broadcast(str(staged)))
         with _together(group, target, need):
             if state.part.writes:
                 _write_part(staged, state)

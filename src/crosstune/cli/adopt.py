@@ -28,9 +28,9 @@ class Entry:
     about: str
     command: tuple[str, ...]
     copied: str | None = None
-    """The file beside this module with its contents; None for a Python script."""
+    """The template file next to this module; None for a Python script."""
     backends: tuple[str, ...] = ()
-    """Defaults of --backend: the first available on this machine."""
+    """Defaults of --backend; the first one available is used."""
     output_dir: str | None = None
     """Default of --output_dir. The run is named after its model, and its result is copied to NAME_final, the folder that
     the original workflow moves to a different machine and loads with PEFT."""
@@ -50,14 +50,14 @@ ENTRIES = (
     Entry(path="train.py", about="Fine-tune a model.", command=("train",)),
     Entry(
         path="pt_app/eval_model/judge_train_mps.py",
-        about="Train a judge on Apple MPS, or on the CPU where there is none.",
+        about="Train a judge on Apple MPS, otherwise on the CPU.",
         command=("judge", "train"),
         backends=("mps", "cpu"),
         output_dir="adapters_eval",
     ),
     Entry(
         path="pt_app/eval_model/judge_train_cuda.py",
-        about="Train a judge on an NVIDIA GPU, or on the CPU where there is none.",
+        about="Train a judge on an NVIDIA GPU, otherwise on the CPU.",
         command=("judge", "train"),
         backends=("cuda", "rocm", "cpu"),
         output_dir="adapters_eval",

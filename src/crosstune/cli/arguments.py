@@ -76,7 +76,7 @@ class ActionParser(Parser):
         return super().parse_args(args, namespace)
 
     def _show_only(self, action: str) -> None:
-        """Leave only the options and examples of an action in the help text."""
+        """Hide the options and examples of other actions in the help text."""
         for each in self._actions:
             if action not in self.actions_of.get(each.dest, (action,)):
                 each.help = argparse.SUPPRESS
@@ -118,27 +118,34 @@ def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespa
 
 
 def read_path(text: str) -> Path:
-    """Argparse type of a path."""
+    """Argparse type for a path."""
     return Path(read_path_or_name(text)).expanduser()
 
 
 def read_path_or_name(text: str) -> str:
-    """Argparse type of a path or a name, such as a model's."""
+    """Argparse type for a path or a name, such as a model name."""
     wrong = "pass a value" if not text.strip() else wrong_path(text)
     if wrong is not None:
         raise argparse.ArgumentTypeError(f"it cannot be {shown(text)}: {wrong}")
     return text
 
 
+def read_key(text: str) -> str:
+    """Argparse type of an API key, which errors do not repeat."""
+    if not text or any(char.isspace() or not char.isprintable() for char in text):
+        raise argparse.ArgumentTypeError("a key is one word of printable characters")
+    return text
+
+
 def read_run(text: str) -> str:
-    """Argparse type of a run: its path, or its name in the default runs folder. A path or a bundled model comes first."""
+    """Argparse type for a run: its path, or its name in the default runs folder. A path or a bundled model comes first."""
     from crosstune.models.bundled import BUNDLED
 
     return text if text in BUNDLED else named_run(read_path_or_name(text))
 
 
 def read_run_path(text: str) -> Path:
-    """Argparse type of a run that must be local: its path, or the path of its name."""
+    """Argparse type for a local run: its path, or the path that belongs to its name."""
     return read_path(read_run(text))
 
 
@@ -183,8 +190,8 @@ def print_written(path: Path, what: str) -> None:
     Output(sys.stderr if is_stream(path) else sys.stdout).line(f"written  {path} ({what})")
 
 
-def say_start(command: str, *work: str | None) -> None:
-    """Say on standard error what a command begins with, before it imports an engine."""
+def announce_command(command: str, *work: str | None) -> None:
+    """Announce the first steps of a command on standard error, before the slow import of an engine."""
     from crosstune.cli.terminal.output import QUIET, Output
 
     output = Output()

@@ -12,17 +12,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from crosstune.cli.terminal.streams import drain_output, fold_help, wrap_output
-from crosstune.core.errors import EXIT_AT_ONCE, EXIT_DONE, EXIT_OUR_FAULT, UserError, shown
+from crosstune.core.errors import (
+    END_WITH_BACKSLASH,
+    EXIT_AT_ONCE,
+    EXIT_DONE,
+    EXIT_OUR_FAULT,
+    UserError,
+    follows_backslash,
+    shown,
+)
 from crosstune.core.names import unknown_name
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.files.paths import check_home
-from crosstune.files.plain_files import no_room
+from crosstune.files.plain_files import disk_full_reason
 from crosstune.process.this_process import end_at_once, may_hang
 
 COMMANDS = {
     "train": "fine-tune a model",
     "launch": "start a multi-node run: SLURM, Kubernetes, Ray or ssh",
-    "ladder": "try optimizations of a run one by one, measure each, and keep what helps",
+    "ladder": "try optimizations of a run one by one, measure each, and keep the changes that help",
+    "sweep": "run trials with different values of options, and find the best",
     "plan": "show what train would do, on this machine or another, without doing it",
     "judge": "train, test and use a model that scores or compares answers",
     "pairs": "make preference pairs from a model's answers with a judge, and check pairs",
@@ -40,6 +49,7 @@ COMMANDS = {
     "move": "pack a run into one archive to continue it on another machine or backend",
     "checkpoint": "list, verify, prune and export the checkpoints of a run",
     "report": "write the HTML page of a run",
+    "ui": "open a page to see runs live, start, stop and compare them, and chat",
     "runs": "list runs with their status and metrics",
     "compare": "compare the options, results and curves of runs",
     "import": "turn a configuration of axolotl, LLaMA-Factory, TRL, Unsloth, mlx-lm or torchtune into YAML",
@@ -84,11 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     wrap_output()
     if argv is not None:
-        return end_quietly(lambda: _run_and_drain(words), is_process=False)
+        return run_interruptible(lambda: _run_and_drain(words), is_process=False)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     try:
-        code = end_quietly(lambda: _run_and_drain(words), is_process=True)
+        code = run_interruptible(lambda: _run_and_drain(words), is_process=True)
     except Exception:  # printed as usual, but a process that may hang exits at once
         if not may_hang():
             raise
@@ -103,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Interrupts:
     """The handler of Ctrl-C: raise KeyboardInterrupt until `ignored` is set.
 
-    Python can raise it at every call, even at the call that would ignore the signal, but not while it sets an attribute.
+    Python may raise it during any call, even the call that would ignore the signal, but not during an assignment.
     """
 
     ignored = False
@@ -113,8 +123,8 @@ class _Interrupts:
             raise KeyboardInterrupt
 
 
-def end_quietly(run: Callable[[], int], *, is_process: bool) -> int:
-    """Return the exit code of `run`, or 130 after Ctrl-C; ignore further Ctrl-C, with `is_process` until the process exits."""
+def run_interruptible(run: Callable[[], int], *, is_process: bool) -> int:
+    """Return the exit code of `run`, or 130 after Ctrl-C. Ignore further Ctrl-C; with `is_process`, until the process exits."""
     before, interrupts = signal.getsignal(signal.SIGINT), _Interrupts()
     if before is signal.default_int_handler or (is_process and callable(before)):
         _handle_interrupts(interrupts)
@@ -183,7 +193,7 @@ def _run(command: str, words: list[str]) -> int:
     try:
         if command not in COMMANDS:
             raise unknown_name("command", command, COMMANDS)
-        check_words(words)
+        check_arguments(words)
         check_home(words)
         with memory_errors(doing=f"crosstune {command}"):
             return int(load_command(command, "run")(words))
@@ -193,7 +203,7 @@ def _run(command: str, words: list[str]) -> int:
             sys.unraisablehook = lambda _: None
         return _report(error)
     except Exception as error:
-        if (full := no_room(error)) is not None:
+        if (full := disk_full_reason(error)) is not None:
             return _report(
                 UserError(
                     f"crosstune {command} cannot write its files.",
@@ -228,8 +238,8 @@ def _report(error: UserError) -> int:
     return error.exit_code
 
 
-def check_words(words: Sequence[str]) -> None:
-    """Raise a UserError for an argument that is not UTF-8 or contains a NUL character."""
+def check_arguments(words: Sequence[str]) -> None:
+    """Raise a UserError for an argument that is not UTF-8, contains a NUL character, or follows a backslash by mistake."""
     for place, word in enumerate(words):
         if "\0" in word or any(0xD800 <= ord(char) <= 0xDFFF for char in word):
             raise UserError(
@@ -237,3 +247,5 @@ def check_words(words: Sequence[str]) -> None:
                 why="it contains a NUL character or is not UTF-8 text.",
                 do="if it is a file name, rename the file",
             )
+        if place and follows_backslash(word) and not words[place - 1].startswith("--"):  # values may be blank
+            raise UserError(f"Unexpected argument {shown(word)}.", do=END_WITH_BACKSLASH)

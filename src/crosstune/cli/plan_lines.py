@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from crosstune.planner.predict import Prediction
     from crosstune.runs.check_request import RequestCheck
 
+LABEL_WIDTH = 12
 MAX_OPERATORS = 12
 """Operators of each kind to list after an emulation."""
 _SOURCES = {
@@ -53,24 +54,27 @@ def plan_lines(
     own = checked.own_model if checked is not None else None
     needs_base = load_recipe(plan.config.recipe).needs_base_model
     if needs_base and (too_large := _too_large(plan)):
-        yield f"{'fits':<12} {too_large}", ERROR
+        yield f"{'fits':<{LABEL_WIDTH}} {too_large}", ERROR
     rows = _option_rows(plan, checked, needs_base=needs_base)
     rows |= figure_rows(plan, prediction) if needs_base else _own_model_rows(plan, own)
     if priced:
         rows.setdefault("cost", "unknown, because the time is unknown")
-    yield from ((f"{name:<12} {value}", None) for name, value in rows.items() if value)
+    yield from ((f"{name:<{LABEL_WIDTH}} {value}", None) for name, value in rows.items() if value)
     for adjustment in plan.adjustments:
         label = {"change": "changed", "warning": "warning", "name": "read as"}.get(adjustment.kind, "chosen")
-        yield f"{label:<12} {adjustment.sentence()}", WARNING if label in ("changed", "warning") else None
+        yield (
+            f"{label:<{LABEL_WIDTH}} {adjustment.sentence()}",
+            WARNING if label in ("changed", "warning") else None,
+        )
     if checked is None:
         return
-    yield from ((f"{'warning':<12} {sentence}", WARNING) for sentence in checked.warnings)
-    yield from ((f"{'not checked':<12} {sentence}", None) for sentence in checked.not_checked)
-    yield from ((f"{'cannot train':<12} {problem.message}", ERROR) for problem in checked.problems)
+    yield from ((f"{'warning':<{LABEL_WIDTH}} {sentence}", WARNING) for sentence in checked.warnings)
+    yield from ((f"{'not checked':<{LABEL_WIDTH}} {sentence}", None) for sentence in checked.not_checked)
+    yield from ((f"{'cannot train':<{LABEL_WIDTH}} {problem.message}", ERROR) for problem in checked.problems)
 
 
 def _option_rows(plan: Plan, checked: RequestCheck | None, *, needs_base: bool) -> Rows:
-    """Return the rows for the resolved options; a text is empty where there is nothing to say."""
+    """Return the rows for the resolved options; an empty text omits the row."""
     config = plan.config
     device = plan.backend.devices[0].name if plan.backend.devices else plan.backend.device
     quantized = f", {plan.quantizer} base of {plan.n_bits} bits" if plan.quantizer != "none" else ""
@@ -111,7 +115,7 @@ def _data(config: Config, checked: RequestCheck | None) -> str:
     if checked is not None and checked.own_model is not None:
         data = checked.own_model.data
     if data is None:
-        return f"{config.dataset}{hint}, every row taken as full: {config.context_length} tokens"
+        return f"{config.dataset}{hint}, assuming full rows of {config.context_length} tokens"
     if data.is_rough:
         return (
             f"{config.dataset}, {_many(data.num_rows, 'row')}, at most about {data.tokens_per_row:.0f} tokens on average and "
@@ -124,15 +128,15 @@ def _data(config: Config, checked: RequestCheck | None) -> str:
 
 
 def _layers(plan: Plan) -> str:
-    """Describe the decoder layers; return an empty string where there is no choice."""
+    """Describe the decoder layers; return an empty string if there is no choice."""
     if plan.engine != "torch" or plan.config.recipe == "latent_diffusion":
         return ""
     if plan.config.kernels != "fast":
-        return "general: transformers'"
+        return "general, from transformers"
     saving, fitted = "", plan.fitted
     if fitted is not None and (recomputed := num_recomputed(fitted.shape, fitted.step)):
         saving = f"; {recomputed} of {fitted.shape.num_layers} are recomputed to save memory"
-    return f"fast: fused, for adapters on a frozen base{saving}"
+    return f"fast: fused layers for adapters on a frozen base{saving}"
 
 
 def _many(number: int, what: str, plural: str = "s") -> str:
@@ -211,7 +215,7 @@ def _time_rows(prediction: Prediction) -> Rows:
         return rows | {"time": "unknown for this device; the first steps of a run show it"}
     step = f"{1000 * time.seconds:.0f} ms" if time.seconds < 10 else duration(time.seconds)
     rows["speed"] = (
-        f"about {time.tokens_per_s:,.0f} tok/s, {step} a step, mostly {time.limit} (predicted; at most "
+        f"about {time.tokens_per_s:,.0f} tok/s, {step} per step, mostly {time.limit} (predicted; at most "
         f"{100 * LARGEST_ERROR:.0f} % off on {NUM_CHECKED} measured runs of a 7B model on an H200; not checked elsewhere)"
     )
     if cluster.size > 1:
@@ -281,8 +285,8 @@ def verdict_lines(verdict: Verdict) -> Iterator[Line]:
         for row in rows[:MAX_OPERATORS]:
             calls = f"{row['calls']:,} call{'s' * (row['calls'] != 1)}"
             said = template.format(what=row["what"])
-            yield f"{label:<12} {row['operator']} {said}; {calls}, first at {row['where']}"
+            yield f"{label:<{LABEL_WIDTH}} {row['operator']} {said}; {calls}, first at {row['where']}"
         if len(rows) > MAX_OPERATORS:
-            yield f"{label:<12} and {len(rows) - MAX_OPERATORS} more; --json lists all"
+            yield f"{label:<{LABEL_WIDTH}} and {len(rows) - MAX_OPERATORS} more; --json lists all"
     yield from (f"condition    {sentence}" for sentence in verdict.conditions)
     yield from (f"not checked  {sentence}" for sentence in verdict.not_checked)

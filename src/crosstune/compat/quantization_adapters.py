@@ -215,7 +215,7 @@ class QuantoAdapter(_TorchAdapter):
 
 
 class FallbackAdapter(_TorchAdapter):
-    """No quantization: linear layers are stored in 16 bits."""
+    """Store linear layers in 16 bits without quantization, whatever method the configuration names."""
 
     library = "none"
 

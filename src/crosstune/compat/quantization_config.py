@@ -73,7 +73,7 @@ class QuantizationConfig:
     quant_scale: bool = False
     """hqq: quantize scales to 8 bits; this multiplies the error of 8-bit weights."""
     layer_configs: dict[str, Any] = field(default_factory=dict)
-    """Layer pattern (see `matches`) -> a number of bits, or a dict of options. When several match, later ones win."""
+    """Layer pattern (see `matches`) -> a number of bits, or a dict of options. When several match, the last one wins."""
     skip_modules: list[str] = field(default_factory=lambda: ["lm_head"])
     backend_options: dict[str, Any] = field(default_factory=dict)
     """Part of the original interface; each entry raises a warning, as no backend has options."""

@@ -76,7 +76,7 @@ class RowWork:
     num_first_passes: int = 0
     """Forward passes over the data before the first step."""
     copies_weights: bool = False
-    """True if a copy of the trained weights from before the training is kept."""
+    """True if a copy of the initial trained weights is kept."""
 
 
 def work_of_rows(options: Mapping[str, Any]) -> RowWork:
@@ -100,7 +100,7 @@ def is_precomputed(reference: str, train_type: str) -> bool:
 
 
 def parse_losses(text: str) -> dict[str, float]:
-    """Return the weight of each loss in `dpo` or `dpo:0.8,sft:1`. A ValueError says which values are accepted."""
+    """Return the weight of each loss in `dpo` or `dpo:0.8,sft:1`. Raise a ValueError with the accepted values."""
     weights: dict[str, float] = {}
     for part in text.split(","):
         name, _, weight = (each.strip() for each in part.partition(":"))
@@ -161,12 +161,12 @@ class Condition:
     """A condition for an option to have an effect."""
 
     summary: str
-    """Text after "only with" in the options page; empty if the option's help text says it."""
+    """Text after "only with" in the options page; empty if the option's help text contains it."""
     holds: Callable[[Values], bool]
     otherwise: str = ""
     """Text after "has no effect", a template for the values; by default made from the summary."""
     recipes: tuple[str, ...] = ()
-    """The recipes in which it can hold; empty: all."""
+    """The recipes in which it can be met; empty: all."""
 
     def reason(self, now: Values) -> str:
         """Return why the option has no effect."""
@@ -284,6 +284,12 @@ SFT_OR_PREFERENCE = Condition(
     lambda now: now["recipe"] in ("sft", "preference"),
     "with the {recipe} recipe",
     recipes=("sft", "preference"),
+)
+WITH_ROWS = Condition(
+    "sft, preference or judge",
+    lambda now: now["recipe"] in ("sft", "preference", "judge"),
+    "with the {recipe} recipe",
+    recipes=("sft", "preference", "judge"),
 )
 SFT = _with_recipe("sft")
 ANSWERS_COMPARED = Condition(

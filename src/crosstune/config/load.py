@@ -17,7 +17,7 @@ from crosstune.config.peer_names import SECTIONS
 from crosstune.config.schema import Config, option_list, options_by_name
 from crosstune.config.values import accepted_values, convert_value, wrong_path
 from crosstune.core.backend import BackendSpec, backend_specs
-from crosstune.core.errors import UserError, raise_all, shown
+from crosstune.core.errors import END_WITH_BACKSLASH, UserError, follows_backslash, raise_all, shown
 from crosstune.files.yaml_files import read_yaml
 
 
@@ -73,6 +73,12 @@ def cache_override(environment: Mapping[str, str] | None = None) -> Path | None:
 def child_environment(added: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of this process with added variables, for a child process."""
     return {**os.environ, **added}
+
+
+def visible_devices(variable: str, *, count: int) -> list[str]:
+    """Return the names of the devices that a variable such as CUDA_VISIBLE_DEVICES selects, by default 0, 1, ..."""
+    names = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
+    return names[:count] or [str(place) for place in range(count)]
 
 
 def add_environment(spec: BackendSpec) -> None:
@@ -225,14 +231,12 @@ def _read_flags(flags: Sequence[str], problems: list[UserError]) -> Given:
     while arguments:
         argument = arguments.pop(0)
         if not argument.startswith("--") or argument == "--":
-            do = "options look like --name value"
-            if argument.isspace():
-                do = "end the line with its backslash: remove the spaces or the comment after it"
+            do = END_WITH_BACKSLASH if follows_backslash(argument) else "options look like --name value"
             problems.append(UserError(f"Unexpected argument {shown(argument)}.", do=do))
             continue
         key, equals, text = argument[2:].partition("=")
         value: str | None = text if equals else None
-        if not equals and arguments and not arguments[0].startswith("--") and not arguments[0].isspace():
+        if not (equals or not arguments or arguments[0].startswith("--") or follows_backslash(arguments[0])):
             value = arguments.pop(0)
         section, _, name = key.rpartition(".")
         flag = f"flag --{key}"
@@ -267,7 +271,7 @@ def _add(
         return
     name = found.option.name
     before = given.get(name)
-    # The last repeated flag counts, for scripts that append to a command.
+    # The last of repeated flags wins, for scripts that append to a command.
     if before is not None and not (is_flag and before.source == source):
         problems.append(
             UserError(f"{name} is set twice: {where}, and {before.where}.", do="keep one of them")

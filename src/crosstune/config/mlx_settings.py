@@ -30,7 +30,7 @@ _IDLE = {
         "trust_remote_code",
     )
 } | {"config": "this file"}
-"""Key of mlx-lm's trainer that crosstune ignores -> what to use instead."""
+"""Key of mlx-lm's trainer that crosstune ignores -> the replacement."""
 _RULES = {
     "wired_limit_gb": real(0),
     "cache_limit_gb": real(0),
@@ -91,7 +91,7 @@ def options_in(data: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if key not in (*_IDLE, *_RULES, "scale")}
 
 
-def idle_settings(data: Mapping[str, Any], *, without_metal: bool) -> list[str]:
+def unused_settings(data: Mapping[str, Any], *, without_metal: bool) -> list[str]:
     """Return warnings for settings without effect: keys of mlx-lm's trainer, and keys that need Metal."""
     found = [f"{key} ({instead})" for key, instead in _IDLE.items() if key in data]
     warnings = [f"has no effect in crosstune: {', '.join(found)}"] if found else []

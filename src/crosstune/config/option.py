@@ -20,7 +20,7 @@ _LONGEST_S = 10 * 366 * 86400
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds; a number without a unit is seconds. A ValueError says what a duration looks like."""
+    """Return the seconds; a number without a unit is seconds. Raise a ValueError that shows valid durations."""
     compact = text.strip().lower()
     if not any(unit in compact for unit in _SECONDS):
         compact += "s"
@@ -38,7 +38,7 @@ Check = Callable[[Any], str | None]
 """Return the accepted values if a value of the right type is invalid, otherwise None."""
 
 
-class Holds(Enum):
+class StringKind(Enum):
     """The kind of string that an option accepts."""
 
     WORDS = auto()
@@ -60,7 +60,8 @@ class OnResume(Flag):
     OWN_MACHINE = auto()
     """The option is chosen per machine: a checkpoint from a different machine does not set it."""
     MAY_CHANGE_DATA = auto()
-    """The option may change the training examples. Their hash decides about a resume; the option explains it."""
+    """The option may change the training examples. A resume compares their hash, and reports this option as the cause of a
+    difference."""
     ADAPTER = auto()
     """The option determines the shape or scale of adapters."""
     NEW_BLOCKS = auto()
@@ -81,7 +82,7 @@ class Option:
     low: float = 0
     high: float | None = None
     """Bounds of a number; None for other types."""
-    holds: Holds = Holds.WORDS
+    holds: StringKind = StringKind.WORDS
     check: Check | None = None
     """Validates a value of the right type."""
     env: str | None = None
@@ -92,7 +93,7 @@ class Option:
     longest: int = 4096
     """Characters of a string; the default is also the longest path on Linux."""
     reads_lines: bool = False
-    """True if a text file may take the place of a list, with one item per line."""
+    """True if a text file with one item per line may replace a list."""
     joins_items: str | None = None
     """Separator of key and value if files and Python may pass a mapping, "" if only a list; None if neither. Items are
     joined with commas."""
@@ -126,7 +127,7 @@ def not_zero(value: int) -> str | None:
 
 
 def below_one(value: float) -> str | None:
-    """Reject 1 for a decay, with which a moment would never change."""
+    """Reject a decay of 1: the moment would never change."""
     return "a number of 0 or more and below 1" if value == 1 else None
 
 

@@ -23,7 +23,7 @@ _NEGATIONS = {"no", "not", "skip", "without", "disable", "un"}
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedOption:
     """An option and the name it was found by."""
 
     option: Option
@@ -52,7 +52,7 @@ class Named:
         return SAME_VALUES.get(self.option.name, {}).get(text, raw)
 
 
-def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> Named | None:
+def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> NamedOption | None:
     """Return the option for a name; None for a switch of another trainer or an earlier version that is off.
 
     `section` is the section of the file that contains the name, `raw` its value. Raise a UserError for an unknown name.
@@ -60,13 +60,13 @@ def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> 
     name = key.replace("-", "_")
     options = options_by_name()
     if name in (inside := SECTIONS.get(section, {})):
-        return Named(options[inside[name]], key)
+        return NamedOption(options[inside[name]], key)
     if found := options.get(name) or options.get(name.lower()):
-        return Named(found, key)
+        return NamedOption(found, key)
     peers = SAME.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
     if peers:  # null or an empty list in other trainers' files means not set
         is_set = raw not in (None, []) and not (name in OFF_BY_DEFAULT and _is_off(raw))
-        return Named(options[peers], name, is_peers=True) if is_set else None
+        return NamedOption(options[peers], name, is_peers=True) if is_set else None
     if name in DIFFERENT:
         if _is_off(raw) and (raw is None or name in OFF_BY_DEFAULT):
             return None

@@ -1,8 +1,8 @@
-"""Map other trainers' option names to crosstune's: transformers and TRL, PEFT, Unsloth, axolotl, LLaMA-Factory,
-torchtune and mlx-lm.
+"""Map other trainers' option names to crosstune's: transformers and TRL, PEFT, Unsloth, axolotl, LLaMA-Factory, torchtune
+and mlx-lm.
 
-A name with exactly the same meaning is accepted as an alias. For any other name, an error says what to use instead: a
-merely similar meaning would silently change the run.
+A name with exactly the same meaning is accepted as an alias. For any other name, an error shows the replacement: an option
+with a merely similar meaning would silently change the run.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "dataset_num_proc preprocessing_num_workers": "crosstune tokenizes in one pass; there is nothing to set",
         "dataset_prepared_path": "crosstune tokenizes in one pass; there is nothing to set",
         "dataloader_num_workers": "batches are prepared ahead in the background; there is nothing to set",
-        "val_set_size val_size test_size": "--eval_fraction F holds out a fraction, --eval_samples N at most N examples; --eval_dataset FILE specifies them",
+        "val_set_size val_size test_size": "--eval_fraction F holds out a fraction, --eval_samples N at most N examples; --eval_dataset "
+        "FILE specifies them",
         "val_batches test_batches": "--eval_samples N, the number of examples in an evaluation",
         "max_eval_samples": "--eval_samples N",
         "max_train_samples limit": "--dataset_samples N",
@@ -205,7 +206,8 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "data_seed": "--seed, including the data order",
         "shuffle": "the data is shuffled by --seed",
         "gradient_checkpointing_kwargs": "--reentrant_checkpointing true or false",
-        "attn_implementation flash_attn xformers_attention": "--use_flash_attention true or false; by default it is used wherever available",
+        "attn_implementation flash_attn xformers_attention": "--use_flash_attention true or false; by default it is used wherever "
+        "available",
         "sdp_attention": "--use_flash_attention false; attention is torch's scaled_dot_product_attention",
         "use_liger_kernel enable_liger_kernel liger_kernel": "crosstune has its own memory-saving loss; there is nothing to set",
         "use_unsloth unsloth": "crosstune has its own fast layers (--kernels)",
@@ -235,11 +237,12 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "push_to_hub hub_model_id hub_strategy": "upload the result yourself: hf upload REPOSITORY RUN/adapter",
         "token hf_token hub_token use_auth_token api_key": _LOGIN,
         "wandb_api_key": "wandb login, or WANDB_API_KEY in the environment",
-        "rl rlhf_type": "--recipe preference --preference_loss dpo, ipo, orpo, simpo, kto, ...; --recipe judge --head scalar trains reward models",
+        "rl rlhf_type": "--recipe preference --preference_loss dpo, ipo, orpo, simpo, kto, ...; --recipe judge --head scalar trains reward "
+        "models",
         "clear_cache_threshold": "cache_limit_gb in a file passed with --mlx_config, or --low_memory",
     }
 )
-"""Their name -> what to use instead."""
+"""Their name -> the replacement."""
 
 REMOVED: Mapping[str, str] = {
     "cuda_graphs": "remove it; --torch_compile and --kernels fast save time",

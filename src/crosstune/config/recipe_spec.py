@@ -6,19 +6,21 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.names import load_plugin, plugin_names
-from crosstune.core.protocols import Recipe
 from crosstune.estimate.machine import BackendReport
 from crosstune.files.json_files import read_json
 
+if TYPE_CHECKING:  # numpy takes time to load
+    from crosstune.core.protocols import Recipe
+
 PACKAGE = "crosstune.recipes"
 NOT_TOKENIZED = "nothing is tokenized"
-"""The reason at the end of a skipped check that `plan` catches up on if it tokenizes the data."""
+"""The end of a skipped check's message; `plan` makes the check up if it tokenizes the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class RecipeSpec:
     engines: tuple[str, ...] = ()
     """The supported engines, for `--backend auto`; empty: all."""
     needs_first_weights: bool = False
-    """True for a recipe that compares the model with itself before the training: a resumed run still needs --base_adapter."""
+    """True if the recipe compares the model with its initial weights: a resumed run still needs --base_adapter."""
     data_options: tuple[str, ...] = ("dataset", "eval_dataset")
     """The options that specify data."""
     columns: Sequence[str] | None = None
@@ -56,6 +58,16 @@ def load_recipe(name: str) -> RecipeSpec:
     """Return the spec of a recipe; raise a UserError with the existing names if it is unknown."""
     spec: RecipeSpec = load_plugin(PACKAGE, name, kind="recipe").SPEC
     return spec
+
+
+def trained_name(config: Config) -> str:
+    """Return the name of the model that a run trains, or of the recipe if it builds its own."""
+    # The default recipe is not loaded, so that a command quickly says what it does.
+    return (
+        config.model_name
+        if config.recipe == "sft" or load_recipe(config.recipe).needs_base_model
+        else config.recipe
+    )
 
 
 def recipe_names() -> list[str]:

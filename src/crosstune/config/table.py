@@ -80,7 +80,7 @@ def description_lines(facts: Mapping[str, Any]) -> list[str]:
     rows = {
         "values": facts["takes"],
         "default": facts["default"],
-        "has effect": facts["has_effect"],
+        "applies": facts["has_effect"],
         "on resume": facts["on_resume"],
         "environment": facts["environment"],
         "also": ", ".join(f"--{name}" for name in facts["other_names"]),

@@ -9,13 +9,13 @@ from crosstune.config.schema import Config, options_by_name
 from crosstune.process.ranks import Limits
 
 SHORTEST_S, LONGEST_S = 60.0, 86_400.0
-"""Warn about limits outside: an evaluation or a checkpoint of a large model may take more than a minute."""
+"""Warn about limits outside this range: an evaluation or a checkpoint of a large model may take more than a minute."""
 _OVERRIDDEN = {
     "TORCH_NCCL_BLOCKING_WAIT": "blocking collectives cannot overlap with computation, so 0 is used",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "NCCL would never abort a collective that fails or hangs, so it is not used",
     "TORCH_NCCL_ENABLE_MONITORING": "a hang of NCCL's watchdog would go unnoticed, so it is not used",
 }
-"""Variable -> what a value other than in `nccl_variables` would do."""
+"""Variable -> the effect of a value other than in `nccl_variables`."""
 
 
 def limits_of(config: Config) -> Limits:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.option import Holds, Option
+from crosstune.config.option import Option, StringKind
 from crosstune.core.errors import UserError, shown
 from crosstune.core.names import did_you_mean
 from crosstune.core.safe_text import holds_secret
@@ -135,7 +135,7 @@ def _wrong_text(option: Option, text: str) -> str | None:
             "remove the password or token, which the run would write to its files; log in with `hf auth login`, or set "
             "HF_TOKEN in the environment"
         )
-    return wrong_path(text) if option.holds is Holds.PATH else None
+    return wrong_path(text) if option.holds is StringKind.PATH else None
 
 
 def wrong_path(text: str) -> str | None:
@@ -151,7 +151,7 @@ def wrong_path(text: str) -> str | None:
 
 
 def _to_int(raw: Any) -> int:
-    """Parse an integer, including 1e3, without rounding large ones through a float."""
+    """Parse an integer, including 1e3, without rounding large integers through a float."""
     if isinstance(raw, int) and not isinstance(raw, bool):
         return raw
     if isinstance(raw, str) and _INTEGER.fullmatch(raw.strip()):

@@ -28,6 +28,8 @@ class BackendSpec:
     """`auto` picks the available backend with the smallest number."""
     collective: str | None = None
     """The communication library for multi-device runs."""
+    visible_devices: str = ""
+    """The environment variable that selects devices, if a process may use some of several."""
     install: str
     """The way to make it available; shown when it is not."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -50,7 +52,7 @@ class BackendSpec:
     """True if host memory may be pinned to speed up copies to the device."""
 
     def cache_interval(self, *, low_memory: bool) -> int:
-        """Return after how many steps the engine's cached memory is released; 0 for never."""
+        """Return the number of steps between releases of the engine's cached memory; 0 for never."""
         return 1 if low_memory and self.device != "cpu" else self.clear_cache_every
 
     def wanted_environment(self, system: str | None = None) -> dict[str, str]:
@@ -78,7 +80,7 @@ class BackendSpec:
         return _number(full[self.memory_share_variable]) or None
 
     def missing_environment(self, given: Mapping[str, str], *, system: str | None = None) -> dict[str, str]:
-        """Return the variables to set in addition to the given ones."""
+        """Return the variables to set in addition to `given`."""
         missing = {
             name: value for name, value in self.wanted_environment(system).items() if name not in given
         }

@@ -35,7 +35,7 @@ LIBRARY_FAULTS = (
 LONGEST_TEXT = 2000
 """Maximum number of characters in each part of an error; longer parts lose their middle."""
 LONGEST_VALUE = 80
-MOST_PROBLEMS = 40
+MAX_PROBLEMS = 40
 """Maximum number of configuration problems to print."""
 
 
@@ -68,8 +68,8 @@ class ConfigError(UserError):
         super().__init__(f"{count} problem{'s' * (count != 1)} in the configuration")
 
     def lines(self) -> list[str]:
-        lines = [line for problem in self.problems[:MOST_PROBLEMS] for line in problem.lines()]
-        more = len(self.problems) - MOST_PROBLEMS
+        lines = [line for problem in self.problems[:MAX_PROBLEMS] for line in problem.lines()]
+        more = len(self.problems) - MAX_PROBLEMS
         return [*lines, f"... and {more:,} more problems."] if more > 0 else lines
 
 
@@ -107,6 +107,14 @@ def shown(value: Any) -> str:
     if isinstance(value, str) and len(value) <= LONGEST_TEXT:
         value = redact(value)
     return _SHORT.repr(value)
+
+
+END_WITH_BACKSLASH = "end the line with its backslash: remove the spaces or the comment after it"
+
+
+def follows_backslash(word: str) -> bool:
+    """Return True for the argument that a shell makes of a space, or a space and a comment, after a backslash."""
+    return word[:1].isspace() and word.strip()[:1] in ("", "#")
 
 
 class _Short(reprlib.Repr):

@@ -221,7 +221,7 @@ class Evaluating(Event):
     total: int
     what: str = "answers"
     stage: str = ""
-    """The name of work that is not part of an evaluation."""
+    """The title of work outside an evaluation."""
 
 
 class _SampleTexts(TypedDict):
@@ -234,7 +234,7 @@ class SampleRow(_SampleTexts, total=False):
     """A generated answer and the expected answer."""
 
     frames: list[str]
-    """The states of the answer while it was generated, where a recipe records them."""
+    """The states of the answer while it was generated, if the recipe records them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +317,7 @@ class ResultSaved(Event):
     path: str
     step: int
     against_trained: Mapping[str, Mapping[str, Any]] | None = None
-    """Name of saved weights -> their distance from the trained weights, where they differ."""
+    """Name of saved weights -> their distance from the trained weights, if they differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,6 +364,8 @@ class StepMetrics(_StepRow, total=False):
     """One row of metrics.jsonl. Loss and gradient norm are None for a skipped step."""
 
     skipped: bool
+    epoch: float
+    """How often the rows have been trained on, such as 1.5."""
     cpu_s: float
     """CPU time of the step in this process, over all threads."""
 

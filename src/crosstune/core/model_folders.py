@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.quantization import QuantSpec
 
@@ -101,6 +104,8 @@ class ModelFolders(Protocol):
     """The library that loads folders for `logits`."""
     own_quantizer: str | None
     """The quantizer whose folders `logits` and `weight_errors` read; None: plain folders and those a session opens."""
+    reads_gguf: bool
+    """True if `logits` reads GGUF files."""
     folds_sessions: bool
     """True if `write_dense` merges the layers of an open session instead of reading the adapter's files."""
 
@@ -116,10 +121,15 @@ class ModelFolders(Protocol):
     def logits(self, folder: Path, prompts: Prompts, *, gguf: str | None = None) -> Logits:
         """Return the logits of a folder, or of the GGUF file `gguf` in it, as `reader` loads it."""
 
+    def input_squares(
+        self, folder: Path, rows: Prompts, *, show: Callable[[int, int], None]
+    ) -> dict[str, NDArray[np.float32]]:
+        """Return the mean squares of every linear layer's inputs over the tokens of `rows`, by the name of the layer."""
+
     def variant_logits(
         self, folder: Path, prompts: Prompts, variants: Mapping[str, DenseWeights]
     ) -> tuple[Logits, dict[str, Logits]]:
-        """Return the folder's logits, and those with each variant's weights where the engine can swap weights."""
+        """Return the folder's logits, and the logits with each variant's weights if the engine can swap weights."""
 
     def weight_errors(self, folder: Path, original: Path) -> Mapping[str, Any]:
         """Return the errors of a folder's quantized weights; `relative` is over all weights."""

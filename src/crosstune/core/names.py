@@ -14,6 +14,8 @@ from crosstune.core.errors import UserError, shown
 
 LONGEST_PATTERNS = 100_000
 """Maximum total length of a request's patterns."""
+_MOST_NAMES = 60
+"""A longer list is not printed."""
 _NESTED_REPETITION = re.compile(r"\([^()]*[*+}][^()]*\)[*+{]")
 
 
@@ -48,8 +50,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 def unknown_name(kind: str, name: str, names: Iterable[str]) -> UserError:
     """Return the error for a name that is not in `names`."""
     known = sorted(names)
-    hint = did_you_mean(name, known)
-    return UserError(f"Unknown {kind} {shown(name)}.", do=f"{hint}The names that exist: {', '.join(known)}.")
+    listed = f"The names that exist: {', '.join(known)}." if len(known) <= _MOST_NAMES else ""
+    do = (
+        f"{did_you_mean(name, known)}{listed}".strip() or f"choose one of the {len(known):,} names that exist"
+    )
+    return UserError(f"Unknown {kind} {shown(name)}.", do=do)
 
 
 def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[set[str] | str]:

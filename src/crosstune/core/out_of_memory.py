@@ -31,7 +31,7 @@ class OutOfMemory(UserError):
     """Something does not fit into memory. In a step, it is raised before the optimizer update."""
 
     def __init__(self, why: str, *, doing: str = STEP, do: str = "") -> None:
-        """`do` is advice for the options in use; callers that know them add it with `with_advice`."""
+        """`do` is advice; empty means generic advice. A caller that knows the options replaces it with `with_advice`."""
         super().__init__(
             f"There is not enough memory for {doing}.",
             why=f"{why}; no step that was completed is lost.",

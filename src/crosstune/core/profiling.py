@@ -37,7 +37,7 @@ class Operator:
     name: str
     calls: int
     seconds: float
-    """Own time, without called operators: on the device if it has one, else on the CPU."""
+    """Self time, without called operators: on the device if there is one, otherwise on the CPU."""
     shapes: str = ""
     memory_bytes: int = 0
     """Bytes allocated and not freed, if memory is recorded."""

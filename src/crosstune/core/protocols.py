@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
+from crosstune.core.answers import Answer, Earlier
 from crosstune.core.events import Observer
 from crosstune.core.sampling import GREEDY, Sampling
 
@@ -39,7 +40,7 @@ class PreparedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """The result of the backward passes of a window."""
+    """The result of the backward passes of a window: the micro-batches of a step on this rank."""
 
     loss: float
     """The sum of the losses divided by the weight of the whole window, across all ranks."""
@@ -171,7 +172,12 @@ def is_divided(session: Session) -> bool:
 
 @runtime_checkable
 class Generates(Protocol):
-    """A session whose model can generate text."""
+    """A session whose model can generate text.
+
+    An answer depends on its prompt, the sampling and the number of equal prompts before it, not on the other prompts beyond
+    rounding. Give all prompts in one call: equal prompts are computed once, and the engine chooses the number of rows. `earlier`
+    counts the equal prompts of earlier calls.
+    """
 
     def generate(
         self,
@@ -180,8 +186,24 @@ class Generates(Protocol):
         max_new_tokens: int,
         stop_ids: Sequence[int] = (),
         sampling: Sampling = GREEDY,
+        earlier: Earlier | None = None,
         on_token: Callable[[int], None] | None = None,
-    ) -> list[list[int]]: ...
+    ) -> list[list[int]]:
+        """Return the tokens of `sample` without stop tokens."""
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int] = (),
+        sampling: Sampling = GREEDY,
+        earlier: Earlier | None = None,
+        on_token: Callable[[int], None] | None = None,
+        on_answer: Callable[[Answer], None] | None = None,
+    ) -> list[Answer]:
+        """Return the answer to each prompt. `on_token` is called with each new token of a single prompt, `on_answer` with
+        each answer as it ends."""
 
 
 class Task(Protocol):
@@ -227,7 +249,7 @@ class RecordsBase(Protocol):
 
 @runtime_checkable
 class HasNotes(Protocol):
-    """A session with notes for the user from opening it."""
+    """A session that produced notes for the user when it was opened."""
 
     notes: Sequence[str]
 
@@ -256,10 +278,10 @@ class Recipe(Protocol):
         """Return a description of the data for plan.json, the screen and the report."""
 
     def identity(self) -> str:
-        """Return a hash of the training examples that does not depend on where they were read."""
+        """Return a hash of the training examples that does not depend on their location."""
 
     def order(self) -> Mapping[str, Any]:
-        """Return everything except the examples that determines which examples a step trains on."""
+        """Return everything, apart from the examples, that determines the examples of a step."""
 
     def position(self, step: int) -> Mapping[str, Any]:
         """Return the position in the data after `step` steps, in terms that do not depend on the machine."""
@@ -275,7 +297,7 @@ class Recipe(Protocol):
 
 @runtime_checkable
 class PreparesSession(Recipe, Protocol):
-    """A recipe that measures the model before the training, or before a checkpoint is restored."""
+    """A recipe that measures the model before training, or before a checkpoint is restored."""
 
     def prepare_session(
         self, session: Session, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
@@ -286,7 +308,7 @@ class PreparesSession(Recipe, Protocol):
 
 @runtime_checkable
 class GivesVerdicts(Recipe, Protocol):
-    """A recipe that recognizes training that goes wrong. A verdict is a problem's name -> a sentence with what to do; an
+    """A recipe that recognizes problems of training. A verdict maps the name of a problem to a sentence of advice; an
     empty sentence means that the problem is over."""
 
     def judge_step(self, step: int, result: Backward) -> Mapping[str, str]:
@@ -307,7 +329,7 @@ class HasLongestRows(Recipe, Protocol):
         """Return the maximum number of supervised tokens in a row."""
 
     def longest_batch(self, size: int) -> Batch:
-        """Return a micro-batch of the longest rows of the data, repeated where there are fewer."""
+        """Return a micro-batch of the longest rows of the data, repeated if there are too few."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Define the identity of a quantization: its fields, its form in files, and which fields change the numbers."""
+"""Define the identity of a quantization: its fields, its form in files, and the fields that change the numbers."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class QuantSpec:
         return declared is None or self.bits in declared.bits_with_double_quant
 
     def _declared(self) -> Quantizer | None:
-        """Return the quantizer's declaration; None if this installation lacks it, in which case every field counts."""
+        """Return the quantizer's declaration, or None if this installation lacks it; every field then changes the numbers."""
         return find_quantizer(self.quantizer)
 
     def meaning(self) -> QuantSpec:
@@ -198,7 +198,7 @@ def read_spec(data: Mapping[str, Any] | None) -> QuantSpec | None:
     return None if data is None else QuantSpec.from_json(data)
 
 
-def same_meaning(one: QuantSpec | None, other: QuantSpec | None) -> bool:
+def same_quantization(one: QuantSpec | None, other: QuantSpec | None) -> bool:
     """Return True if two bases are quantized to the same numbers; None is a base that is not quantized."""
     if one is None or other is None:
         return one is other

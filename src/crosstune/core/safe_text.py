@@ -17,12 +17,12 @@ _URL_LOGIN = re.compile(
 )
 _SECRET_NAME = r"(?:token|key|secret|password|passwd|pwd|signature|sig|auth|jwt|credentials?)"
 _START = r"(?:[a-z0-9_.]|-(?!-)){0,60}"
-# In a URL or an option, every name that ends so holds a secret. The tokens of a tokenizer begin with < or [.
+# In a URL or an option, every name with such an ending contains a secret. The tokens of a tokenizer begin with < or [.
 _NAMED_PART = re.compile(
     rf"(?P<keep>(?:[?&;#]|(?<![^\s,'\"({{])--)(?=[a-z0-9_]){_START}{_SECRET_NAME}=)[^\s&#;,'\"<\[{{(][^\s&#;,'\"]{{3,}}",
     re.I,
 )
-# Elsewhere some names do, and others if the value looks like a secret: `--columns sort_key=name` has none.
+# Elsewhere, some names always contain a secret, others only if the value looks like one: not in `--columns sort_key=name`.
 _NAMED_VALUE = re.compile(
     r"(?P<keep>(?:^|[\s,'\"({]|--)(?=[a-z0-9_])"
     rf"(?:{_START}(?:password|passwd|secret|api[_-]?key|access[_-]?key|signature|credentials?)"

@@ -36,7 +36,7 @@ class Sampling:
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
             "repetition_penalty": (0.01 <= self.repetition_penalty <= 100, "between 0.01 and 100"),
-            "seed": (0 <= self.seed < 2**63, "0 or more"),
+            "seed": (0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
         }
         raise_all(
             [

@@ -13,7 +13,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array, Session, SessionState
 
 LION_BETAS = (0.9, 0.99)
-"""The decays of the average in an update of Lion, and of the average it keeps."""
+"""Lion's decays: for the average in an update, and for the stored average."""
 SLOT = "average"
 """The average's name among the optimizer moments in a checkpoint."""
 
@@ -58,8 +58,8 @@ def orthogonal_by_name(
 def principal_factors(
     weight: NDArray[np.float32], *, rank: int, scale: float, start: str = "pissa"
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return PiSSA's A and B: scale * B A is the best approximation of the weight of this rank. LoftQ's are those of the
-    error of a quantized weight.
+    """Return PiSSA's A and B: scale * B A is the best approximation of the weight at this rank. LoftQ factors the error of
+    a quantized weight.
 
     Both have the square roots of the singular values. The sign of each pair makes the largest entry of A positive.
     """

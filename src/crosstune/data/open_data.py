@@ -17,13 +17,13 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Tokenizing
 from crosstune.data.batches.epoch_order import Mixture
 from crosstune.data.bundled.named_datasets import DEFAULT_SAMPLES, DUMMY
-from crosstune.data.checks.preflight import leave_out_unsupervised
+from crosstune.data.checks.preflight import drop_unsupervised
 from crosstune.data.read.columns import (
     check_columns,
     parse_columns,
     pick_rows,
     renamed_columns,
-    uniform_sources,
+    split_by_format,
 )
 from crosstune.data.read.dataset_list import parse_dataset, unweighted
 from crosstune.data.read.files import FilePart, Row
@@ -34,7 +34,7 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 
 HELD_OUT_SHARE = 0.1
 _UNLIMITED = 2**40
-# Keeps the random streams of held-out rows and epochs apart; both use the same seed.
+# Separates the random streams of held-out rows and epochs; both use the same seed.
 _HELD_OUT_KEY = 2**32
 
 
@@ -91,7 +91,7 @@ class DataOpener:
     model_limit: int | None
     """The model's maximum context length."""
     cut_long: bool = False
-    """Cut examples that are too long where training would raise an error, for a report about them."""
+    """Cut examples that are too long instead of raising an error as training does, for a report about them."""
 
     def open(self) -> RunData:
         config = self.config
@@ -101,7 +101,7 @@ class DataOpener:
             return self._open_dummy(sources)
         columns = parse_columns(config.columns)
         check_columns(sources, columns)
-        most = 0 if config.skip_eval or config.eval_dataset else self._most_held_out()
+        most = 0 if config.skip_eval or config.eval_dataset else self._max_held_out()
         shares = _divide(most, len(sources))
         held_out = [
             self._evaluated(source.own_held_out(), most=min(share, config.eval_samples))
@@ -110,18 +110,18 @@ class DataOpener:
         ]
         if config.eval_dataset and config.eval_samples and not config.skip_eval:
             held_out = self._open_evaluation(config.eval_dataset)
-        seen = [corpus.hashes(shown=self._joint) for corpus, _ in held_out]
+        seen = [corpus.hashes(shown=self._across_sources) for corpus, _ in held_out]
         read: list[_SourceData] = []
         opened = []
         for number, (source, share) in enumerate(zip(sources, shares, strict=True)):
             read.append(self._read(source, most=share, seen=seen))
             known: list[Corpus | None] = [read[-1].corpus]
-            if not self._joint:
+            if not self._across_sources:
                 opened.append(self._divide_rows(read[-1], _draw(read[-1:], config, first=number)[0]))
                 known = [opened[-1].train, opened[-1].held_out]
             if config.dedup:
-                seen += [one.hashes(shown=self._joint) for one in known if one is not None]
-        if self._joint:
+                seen += [one.hashes(shown=self._across_sources) for one in known if one is not None]
+        if self._across_sources:
             opened = list(map(self._divide_rows, read, _draw(read, config)))
         held_out += [(one.held_out, one.held_out_rows) for one in opened if one.held_out is not None]
         mixture = None
@@ -183,15 +183,16 @@ class DataOpener:
         source = open_source(name, needs_training=needs_training)
         return replace(source, skips_bad=self.config.skip_bad_rows)
 
-    def _most_held_out(self) -> int:
+    def _max_held_out(self) -> int:
         """Return the maximum number of held-out examples: --eval_fraction alone has no other limit."""
         config = self.config
         is_limited = config.eval_fraction is None or "eval_samples" in config.sources
         return config.eval_samples if is_limited or not config.eval_samples else _UNLIMITED
 
     @property
-    def _joint(self) -> bool:
-        """Compare rows as they are trained on, in all sources together; older runs compare whole rows, in each source."""
+    def _across_sources(self) -> bool:
+        """True if rows are compared as they are trained on, across all sources; older runs compare whole rows within each
+        source."""
         return self.config.data_rules > 2
 
     def _read(self, source: Source, *, most: int, seen: Sequence[NDArray[np.uint64]]) -> _SourceData:
@@ -208,10 +209,12 @@ class DataOpener:
         corpus, without_answer = self._corpus(source, limit=samples + reserved)
         num_rows = len(np.unique(corpus.rows()))
         if config.dedup:
-            corpus = corpus.without(np.concatenate([*seen, np.empty(0, dtype=np.uint64)]), shown=self._joint)
+            corpus = corpus.without(
+                np.concatenate([*seen, np.empty(0, dtype=np.uint64)]), shown=self._across_sources
+            )
             if not len(corpus):
                 raise UserError(
-                    f"Every row of {source.name} is a duplicate of a held-out row or of a row in a source before it.",
+                    f"Every row of {source.name} is a duplicate of a held-out row or of a row in an earlier source.",
                     do="remove the source, or remove --dedup",
                 )
         return _SourceData(
@@ -224,7 +227,7 @@ class DataOpener:
         )
 
     def _divide_rows(self, read: _SourceData, chosen: NDArray[np.int64]) -> RunData:
-        """Return the training examples of a source, and the chosen ones as held-out examples."""
+        """Return the training examples of a source, and the chosen examples as held-out data."""
         corpus, facts = read.corpus, read.corpus.store.facts
         places = np.setdiff1d(np.arange(len(corpus)), chosen, assume_unique=True)
         held_out = corpus.part(chosen) if len(chosen) else None
@@ -263,7 +266,7 @@ class DataOpener:
     def _evaluated(self, source: Source, *, most: int) -> tuple[Corpus, Sequence[tuple[Row, str]]]:
         corpus = self._corpus(source, limit=most)[0].part(_first(most))
         if self.config.dedup:
-            corpus = corpus.without(np.empty(0, dtype=np.uint64), shown=self._joint)
+            corpus = corpus.without(np.empty(0, dtype=np.uint64), shown=self._across_sources)
         return corpus, self._rows(source, corpus)
 
     def _rows(self, source: Source, corpus: Corpus) -> list[tuple[Row, str]]:
@@ -271,10 +274,10 @@ class DataOpener:
 
     def _uniform(self, source: Source) -> list[Source]:
         config = self.config
-        return uniform_sources(source, asked=config.dataset_format, columns=parse_columns(config.columns))
+        return split_by_format(source, asked=config.dataset_format, columns=parse_columns(config.columns))
 
     def _corpus(self, source: Source, *, limit: int) -> tuple[Corpus, int]:
-        """Return the examples of a source that have supervised tokens, and the number of the others."""
+        """Return the examples of a source that have supervised tokens, and the number of examples without."""
         config = self.config
 
         def show(done: int, total: int, examples: int) -> None:
@@ -295,7 +298,7 @@ class DataOpener:
             progress=show,
             cut_long=self.cut_long,
         )
-        return leave_out_unsupervised(corpus, source=source.name)
+        return drop_unsupervised(corpus, source=source.name)
 
     def _notes(self, sources: Sequence[Source], opened: Sequence[RunData]) -> list[str]:
         uniform = [one for source in sources for one in self._uniform(source)]
@@ -313,7 +316,7 @@ class DataOpener:
 
 
 def _draw(read: Sequence[_SourceData], config: Config, *, first: int = 0) -> list[NDArray[np.int64]]:
-    """Return the places of the examples to hold out of each source; `first` is the number of the first. Examples with the same
+    """Return the positions of the examples to hold out of each source; numbering starts at `first`. Examples with the same
     text or prompt stay together, in all sources; if the prompts of a source are too frequent, only those with the same text."""
     rules, most = config.data_rules, np.array([one.most for one in read])
     if not most.any():

@@ -1,4 +1,4 @@
-"""Decide after an attempt: which rank failed first, what to tell the user, and whether to restart."""
+"""Decide after an attempt: find the rank that failed first, the message for the user, and whether to restart."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Report:
 
     codes: dict[int, int]
     failures: list[Failure] = field(default_factory=list)
-    """In the order of failure; ranks that only lost their peers come last."""
+    """In the order of failure; ranks that only lost their peers are last."""
     signals: list[int] = field(default_factory=list)
     """The stop signals that the launcher received."""
 
@@ -154,7 +154,7 @@ def _outcome(cause: Failure, signals: Sequence[int], *, size: int) -> Outcome:
     if cause.rank == 0 and cause.code in (EXIT_USER_MUST_ACT, EXIT_PORT_TAKEN):
         return Outcome(code=EXIT_USER_MUST_ACT)  # it has printed the reason
     shown = [f"  {cause.rank} | {line}" for line in cause.lines]
-    if cause.code == EXIT_HUNG:  # its watchdog says who hangs
+    if cause.code == EXIT_HUNG:  # its watchdog reports the hung rank
         lines = ("the run was aborted because one of its processes hangs.", *shown, _CONTINUE)
         return Outcome(code=EXIT_OUR_FAULT, lines=lines)
     lines = (f"{cause.sentence(size)}, so the others were stopped.", *shown, _CONTINUE)

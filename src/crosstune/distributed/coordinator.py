@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from crosstune.core import __version__
 from crosstune.core.errors import EXIT_OUR_FAULT, EXIT_USER_MUST_ACT, PortTaken, UserError, readable
 from crosstune.distributed.attempts import Outcome, Report, RestartPolicy, lost
-from crosstune.distributed.environment import MOST_PROCESSES, Nodes
+from crosstune.distributed.environment import MAX_PROCESSES, Nodes
 from crosstune.distributed.links import Channel, Message
 from crosstune.distributed.master import free_ports, listen
 
@@ -48,7 +48,7 @@ class _RunEnded(Exception):
 
 @dataclass(kw_only=True)
 class Coordinator:
-    """The server side of the launchers' protocol; `links.SeveralMachines` is the client."""
+    """The server side of the launchers' protocol; `links.MultiNode` is the client."""
 
     nodes: Nodes
     max_restarts: int
@@ -101,7 +101,9 @@ class Coordinator:
 
     def _coordinate(self) -> None:
         """Run all attempts. A bug must end the run too: the launchers would wait forever."""
-        outcome = Outcome(code=EXIT_OUR_FAULT, lines=("the launcher of node 0 failed; its output says how.",))
+        outcome = Outcome(
+            code=EXIT_OUR_FAULT, lines=("the launcher of node 0 failed; its output has the reason.",)
+        )
         try:
             policy = RestartPolicy(size=self._join(), max_restarts=self.max_restarts)
             while (ended := policy.decide(self._run(policy.attempt, size=policy.size))).again:
@@ -113,7 +115,7 @@ class Coordinator:
             self._finish(outcome)
 
     def _finish(self, outcome: Outcome) -> None:
-        """Tell the other nodes first and let them hang up: this process exits once our own launcher is told."""
+        """Tell the other nodes first and let them disconnect: this process exits once its own launcher is told."""
         message = {"end": outcome.code, "lines": list(outcome.lines)}
         while 0 not in self._members:  # our own launcher connects right after us
             channel, hello = self._arrived.get()
@@ -128,7 +130,7 @@ class Coordinator:
         self._members[0].channel.send(message)
 
     def _join(self) -> int:
-        """Wait for the launcher of every node, number the ranks, and return how many there are."""
+        """Wait for the launcher of every node, number the ranks, and return their number."""
         deadline = time.monotonic() + self.connect_s
         while missing := [node for node in range(self.nodes.num_nodes) if node not in self._members]:
             try:
@@ -146,8 +148,8 @@ class Coordinator:
     def _admit(self, channel: Channel, hello: Message) -> None:
         """Add a launcher; end the run if its version, NNODES or NODE_RANK does not match."""
         node, host, num_local = hello.get("node"), readable(str(hello.get("host"))), hello.get("num_local")
-        if type(node) is not int or type(num_local) is not int or not 1 <= num_local <= MOST_PROCESSES:
-            channel.close()  # not a launcher of ours
+        if type(node) is not int or type(num_local) is not int or not 1 <= num_local <= MAX_PROCESSES:
+            channel.close()  # not a launcher of crosstune
             return
         member = Member(node=node, host=host, num_local=num_local, channel=channel)
         if hello.get("version") != __version__:

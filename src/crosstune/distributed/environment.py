@@ -25,7 +25,7 @@ LAUNCHER, LAUNCH_FOLDER, ATTEMPT = "CROSSTUNE_LAUNCHER", "CROSSTUNE_LAUNCH_FOLDE
 """Variables with the launcher's process id, its private folder, and the number of its restarts."""
 DEFAULT_PORT = 29500
 """The default port of torchrun."""
-MOST_PROCESSES = 2**20
+MAX_PROCESSES = 2**20
 _LARGEST_ID = 2**40
 _SLURM_PORTS_FROM, _NUM_SLURM_PORTS = 20_000, 12_000
 """Below the ports that Linux gives to outgoing connections."""
@@ -46,7 +46,7 @@ class Nodes:
     num_nodes: int = 1
     node_rank: int = 0
     num_local: int | None = None
-    """Processes on this node; None where NPROC_PER_NODE is not set."""
+    """Processes on this node; None if NPROC_PER_NODE is not set."""
     master_addr: str = "127.0.0.1"
     master_port: int = DEFAULT_PORT
 
@@ -301,10 +301,10 @@ def _read_number(
     name: str,
     *,
     low: int = 0,
-    high: int = MOST_PROCESSES,
+    high: int = MAX_PROCESSES,
     default: int | None = None,
 ) -> int:
-    """Return an integer from `low` to `high`; the default where the variable is not set."""
+    """Return an integer from `low` to `high`; the default if the variable is not set."""
     if default is not None and not _has(environment, name):
         return default
     text = environment[name].strip()

@@ -34,7 +34,7 @@ _RUN_FOLDER = "run-folder"
 
 @contextlib.contextmanager
 def connected(config: Config, ranks: Ranks | None) -> Iterator[Group]:
-    """Connect to the other processes of the run, and watch for one that hangs until the context exits."""
+    """Connect to the other processes of the run; until the context exits, watch for one that hangs."""
     limits = limits_of(config)
     group = connect(ranks, limits)
     if ranks is None:
@@ -70,7 +70,7 @@ def connect(ranks: Ranks | None, limits: Limits | None = None) -> Group:
 
 
 @contextlib.contextmanager
-def naming_rank(group: Group) -> Iterator[None]:
+def errors_with_rank(group: Group) -> Iterator[None]:
     """Prefix errors with the rank and its host, except on rank 0."""
     try:
         yield
@@ -81,21 +81,21 @@ def naming_rank(group: Group) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_turn(group: Group) -> Iterator[None]:
+def first_on_each_host(group: Group) -> Iterator[None]:
     """Run the context on one process of each host first, so that the others find its results cached."""
     is_first = group.ranks.local_rank == 0
     if not is_first:
-        group.meet()
+        group.barrier()
     yield
     if is_first:
-        group.meet()
+        group.barrier()
 
 
 def share_machine(group: Group, probe: Callable[[], Machine]) -> Machine:
     """Return rank 0's machine report, so that all processes make the same plan."""
     if group.ranks.size == 1:
         return probe()
-    text = group.share(json.dumps(probe().to_json()) if group.ranks.first else "")
+    text = group.broadcast(json.dumps(probe().to_json()) if group.ranks.first else "")
     return Machine.from_json(json.loads(text), source="rank 0")
 
 
@@ -103,10 +103,10 @@ def check_versions(group: Group) -> None:
     """Raise a UserError in every process unless all have the same versions of crosstune and the engine."""
     engine = group.ranks.engine
     own = f"crosstune {__version__}, {engine} {importlib.metadata.version(engine)}"
-    if not group.same(own):
+    if not group.all_equal(own):
         raise UserError(
             f"The {group.ranks.size} processes of the run have different versions.",
-            why=f"{group.ranks.name} has {own}; rank 0 has {group.share(own)}.",
+            why=f"{group.ranks.name} has {own}; rank 0 has {group.broadcast(own)}.",
             do="install the same versions on every node",
         )
 
@@ -116,10 +116,10 @@ def check_shared_folder(group: Group, folder: Path) -> None:
     if group.ranks.num_nodes == 1:
         return
     token = folder / _TOKEN
-    word = group.share(secrets.token_hex(8))
+    word = group.broadcast(secrets.token_hex(8))
     if group.ranks.first:
         token.write_text(word, encoding="utf-8")
-    group.meet()
+    group.barrier()
     seen = group.ranks.first or _sees(token, word)
     missing = group.any(not seen)
     if group.ranks.first:
@@ -150,7 +150,7 @@ def check_same_everywhere(group: Group, parts: Mapping[str, Any]) -> None:
     other = [
         f"{name}{_differing_keys(group, part) if name == 'options' else ''}"
         for name, part in parts.items()
-        if not group.same(_as_text(part))
+        if not group.all_equal(_as_text(part))
     ]
     if other:
         raise UserError(
@@ -162,8 +162,8 @@ def check_same_everywhere(group: Group, parts: Mapping[str, Any]) -> None:
 
 def _differing_keys(group: Group, part: Mapping[str, Any]) -> str:
     """Return the differing keys of a part in parentheses; every process must call it."""
-    keys: list[str] = json.loads(group.share(json.dumps(list(part))))
-    differing = [key for key in keys if not group.same(_as_text(part.get(key)))]
+    keys: list[str] = json.loads(group.broadcast(json.dumps(list(part))))
+    differing = [key for key in keys if not group.all_equal(_as_text(part.get(key)))]
     return f" ({', '.join(differing[:8])})" if differing else ""
 
 
@@ -206,7 +206,7 @@ def recall_folder(group: Group) -> Path | None:
         text = group.recall()
     else:
         note = Path(ranks.launch_folder) / _RUN_FOLDER
-        text = group.share(note.read_text(encoding="utf-8") if ranks.first and note.is_file() else "")
+        text = group.broadcast(note.read_text(encoding="utf-8") if ranks.first and note.is_file() else "")
     return Path(text) if text else None
 
 

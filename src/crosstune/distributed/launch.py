@@ -19,7 +19,7 @@ from types import FrameType
 from crosstune.distributed.attempts import Outcome
 from crosstune.distributed.coordinator import Coordinator
 from crosstune.distributed.environment import ATTEMPT, Nodes
-from crosstune.distributed.links import Begin, OneMachine, SeveralMachines
+from crosstune.distributed.links import AttemptLayout, MultiNode, SingleNode
 from crosstune.distributed.master import free_ports
 from crosstune.distributed.processes import Processes
 from crosstune.distributed.watchdog import FolderBoard, LauncherWatch
@@ -30,7 +30,7 @@ LOST_S = 30.0
 ORPHAN_S = 300.0
 """Time for a rank to save and exit after its launcher exits."""
 
-Environments = Callable[[Path, Begin], list[dict[str, str]]]
+Environments = Callable[[Path, AttemptLayout], list[dict[str, str]]]
 """Private folder and attempt -> the environment variables of each rank on this node."""
 Say = Callable[[Sequence[str]], None]
 
@@ -50,17 +50,18 @@ def launch(
 ) -> Outcome:
     """Run `command` as the ranks of this node, and restart them after a failure.
 
-    With `nodes`, each node has a launcher. Rank 0 has our terminal; the output of another rank is shown if it fails.
-    `say` prints restarts, and `note` what nodes without rank 0 do, whose output would be empty otherwise. On a single node the ranks meet at `port`, by default a free port.
+    With `nodes`, each node has a launcher. Rank 0 has our terminal; the output of another rank is shown if it fails. `say`
+    prints restarts, and `note` prints on nodes without rank 0, whose output would otherwise be empty. On a single node the
+    ranks meet at `port`, by default a free port.
     """
-    link: OneMachine | SeveralMachines
+    link: SingleNode | MultiNode
     if nodes is None or nodes.num_nodes == 1:
-        link = OneMachine(size=num_local, max_restarts=max_restarts, port=port)
+        link = SingleNode(size=num_local, max_restarts=max_restarts, port=port)
     else:
         lost_s = min(LOST_S, collective_s)
         if nodes.node_rank == 0:
             Coordinator(nodes=nodes, max_restarts=max_restarts, connect_s=connect_s, lost_s=lost_s).start()
-        link = SeveralMachines(nodes, num_local=num_local, connect_s=connect_s, lost_s=lost_s)
+        link = MultiNode(nodes, num_local=num_local, connect_s=connect_s, lost_s=lost_s)
     signals: list[int] = []
     with tempfile.TemporaryDirectory(prefix="crosstune-ranks-") as name, _passing(signals) as started:
         folder = Path(name)
@@ -98,7 +99,7 @@ def launch(
 
 @contextlib.contextmanager
 def _passing(signals: list[int]) -> Iterator[list[Processes]]:
-    """Forward stop signals to the processes of the newest attempt; kill what still runs at the end."""
+    """Forward stop signals to the processes of the newest attempt; kill processes that still run at the end."""
     started: list[Processes] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -114,7 +115,7 @@ def _passing(signals: list[int]) -> Iterator[list[Processes]]:
                 processes.end(signal.SIGKILL)
 
 
-def ring_environments(folder: Path, begin: Begin) -> list[dict[str, str]]:
+def ring_environments(folder: Path, begin: AttemptLayout) -> list[dict[str, str]]:
     """Return the variables of an MLX ring on loopback."""
     hostfile = folder / "hosts.json"
     ports = free_ports(begin.size)
@@ -125,7 +126,7 @@ def ring_environments(folder: Path, begin: Begin) -> list[dict[str, str]]:
     ]
 
 
-def torch_environments(folder: Path, begin: Begin) -> list[dict[str, str]]:
+def torch_environments(folder: Path, begin: AttemptLayout) -> list[dict[str, str]]:
     """Return the variables of torch ranks, as torchrun sets them."""
     return [
         {

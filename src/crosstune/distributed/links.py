@@ -31,7 +31,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begin:
+class AttemptLayout:
     """The place of this node's ranks in an attempt."""
 
     attempt: int
@@ -44,19 +44,19 @@ class Begin:
     num_nodes: int = 1
 
 
-class OneMachine:
+class SingleNode:
     """The attempts of a single-node run, decided locally."""
 
     def __init__(self, *, size: int, max_restarts: int, port: int | None = None) -> None:
         self._port = port
         self._policy = RestartPolicy(size=size, max_restarts=max_restarts, port_is_fixed=port is not None)
 
-    def begin(self, stopped: Callable[[], bool]) -> Begin | None:
+    def begin(self, stopped: Callable[[], bool]) -> AttemptLayout | None:
         """Return the next attempt; None if the user stopped the run."""
         if stopped():
             return None
         size, port = self._policy.size, self._port if self._port is not None else free_ports(1)[0]
-        return Begin(attempt=self._policy.attempt, size=size, num_local=size, port=port)
+        return AttemptLayout(attempt=self._policy.attempt, size=size, num_local=size, port=port)
 
     def should_stop(self, failed: bool) -> bool:
         return False
@@ -65,7 +65,7 @@ class OneMachine:
         return self._policy.decide([report])
 
 
-class SeveralMachines:
+class MultiNode:
     """The attempts of a multi-node run, decided by the coordinator on node 0."""
 
     def __init__(self, nodes: Nodes, *, num_local: int, connect_s: float, lost_s: float) -> None:
@@ -85,7 +85,7 @@ class SeveralMachines:
         self._attempt = 0
         self._told = self._stop = False
 
-    def begin(self, stopped: Callable[[], bool]) -> Begin | Outcome | None:
+    def begin(self, stopped: Callable[[], bool]) -> AttemptLayout | Outcome | None:
         """Wait until all nodes are ready; return an outcome if the run ends instead, None if the user stopped it."""
         self._told = self._stop = False
         message = self._await("go", "end", stopped=stopped)
@@ -94,7 +94,7 @@ class SeveralMachines:
         if "end" in message:
             return _outcome(message)
         self._attempt = message["go"]
-        return Begin(
+        return AttemptLayout(
             attempt=message["go"],
             first_rank=message["first_rank"],
             size=message["size"],

@@ -121,7 +121,7 @@ class Processes:
         return Report(codes=numbered, failures=failures, signals=list(self.signals))
 
     def end(self, number: int) -> None:
-        """Send a signal to running processes, SIGTERM only once; wait for killed ones."""
+        """Send a signal to running processes, SIGTERM only once; wait for killed processes."""
         for place, member in enumerate(self.members):
             if member.poll() is None and (number == signal.SIGKILL or place not in self.ended):
                 member.send_signal(number)

@@ -192,7 +192,7 @@ class Watchdog:
             )
             self._end([line], EXIT_HUNG)
         elif silent_s > 3 * self.poll_s:
-            return  # the board is late, so its last states prove nothing about other ranks
+            return  # the board is stale, so its states say nothing about other ranks
         elif lines := self._detector.verdict(self._states, now):
             self._end(lines, EXIT_HUNG)
 
@@ -214,7 +214,7 @@ class LauncherWatch:
 
     def __init__(self, board: Board, *, limit_s: float, clock: Callable[[], float] | None = None) -> None:
         self._board, self._clock = board, clock or ActiveClock().now
-        self._detector = HangDetector(limit_s + 1.0)  # after the ranks, which know more
+        self._detector = HangDetector(limit_s + 1.0)  # later than the ranks, which know more
         self._next = 0.0
 
     def verdict(self) -> list[str]:

@@ -29,7 +29,7 @@ from crosstune.runs.open_parts import find_model, open_recipe, open_session
 from crosstune.runs.resume import read_request
 
 NUM_STEPS = 3
-MOST_ROWS, MOST_EVALUATED, MOST_NEW_TOKENS = 2, 4, 8
+MAX_ROWS, MAX_EVALUATED, MAX_NEW_TOKENS = 2, 4, 8
 """The set of operators does not depend on the number of rows; two cover batching and gradient accumulation."""
 
 Row = dict[str, Any]
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class TrialRun:
     """The part of the run that ran on this CPU."""
 
     losses: tuple[float, ...]
@@ -54,7 +54,7 @@ class Verdict:
     title: str
     plan: Plan
     """The plan for the target machine; a shortened plan ran on this CPU."""
-    tried: Tried
+    tried: TrialRun
     torch_version: str
     num_operators: int
     num_calls: int
@@ -131,7 +131,7 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
     return _judge(name, device, plan, watch, tried)
 
 
-def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Observers) -> Tried:
+def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Observers) -> TrialRun:
     started = time.perf_counter()
     screen.on_event(Loading(model=model.name))
     session: Any = open_session(plan, model, task=recipe.task(plan.engine))
@@ -159,7 +159,7 @@ def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Obs
             losses.append(take_step(session, window, lr=plan.config.lr).loss)
     with watch.during("checkpoint"):
         session.export_state()
-    return Tried(
+    return TrialRun(
         losses=tuple(losses),
         num_answers=len(evaluation.samples),
         evaluated=bool(evaluation.metrics),
@@ -167,7 +167,7 @@ def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Obs
     )
 
 
-def _judge(name: str, device: ModuleType, plan: Plan, watch: Any, tried: Tried) -> Verdict:
+def _judge(name: str, device: ModuleType, plan: Plan, watch: Any, tried: TrialRun) -> Verdict:
     seen = watch.seen
     conditions = [text for dtype, text in device.CONDITIONS.items() if dtype in seen.dtypes]
     odd = sorted(str(dtype) for dtype in seen.dtypes - device.TESTED - device.REFUSED)
@@ -197,10 +197,10 @@ def _shorten(plan: Plan) -> Plan:
     """Return the plan for this CPU, with the fewest rows, steps and tokens that run every part."""
     config = plan.config
     steps = min(NUM_STEPS, config.max_steps) if config.max_steps > 0 else NUM_STEPS
-    batch = min(config.batch_size, MOST_ROWS)
-    accumulation = min(config.gradient_accumulation_steps, MOST_ROWS)
+    batch = min(config.batch_size, MAX_ROWS)
+    accumulation = min(config.gradient_accumulation_steps, MAX_ROWS)
     # Without evaluation data, a tenth of the rows is held out.
-    rows = max(steps * batch * accumulation, 10 * MOST_EVALUATED)
+    rows = max(steps * batch * accumulation, 10 * MAX_EVALUATED)
     short = replace(
         config,
         max_steps=steps,
@@ -209,9 +209,9 @@ def _shorten(plan: Plan) -> Plan:
         gradient_accumulation_steps=accumulation,
         rows_per_step=0,
         dataset_samples=rows if config.dataset_samples == -1 else min(rows, config.dataset_samples),
-        eval_samples=min(config.eval_samples, MOST_EVALUATED),
-        num_samples=min(max(config.num_samples, 1), MOST_ROWS),
-        max_new_tokens=min(config.max_new_tokens, MOST_NEW_TOKENS),
+        eval_samples=min(config.eval_samples, MAX_EVALUATED),
+        num_samples=min(max(config.num_samples, 1), MAX_ROWS),
+        max_new_tokens=min(config.max_new_tokens, MAX_NEW_TOKENS),
     )
     return replace(plan, config=short, backend=replace(plan.backend, device="cpu"))
 

@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 @dataclass
-class Sightings:
+class RecordedOperators:
     """All recorded operators, each once."""
 
     refused: dict[tuple[str, str], Row] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Watch:
         if part is not None and importlib.util.find_spec(part) is not None:
             importlib.import_module(part)
         self.falls_back = environment.get(self.device.FALLBACK, "0") != "0"
-        self.seen = Sightings()
+        self.seen = RecordedOperators()
         self.noted: set[torch.dtype] = set()
         """Result dtypes already recorded for the current call: its component operators do not count again."""
 
@@ -141,7 +141,7 @@ class _CurrentLayer:
     """Track the running layer of every model called in the `with` block.
 
     Autograd does not record the layer of a node. So each layer marks the node of its output, and the last mark passed in
-    the backward pass names the nearest layer.
+    the backward pass identifies the nearest layer.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class _CurrentLayer:
 
 
 class _Mode(TorchDispatchMode):
-    """Record the operators below autograd; decompose the same ones as the device, and record their components."""
+    """Record the operators below autograd; decompose the same operators as the device, and record their components."""
 
     def __init__(self, watch: Watch, phase: str, layer: _CurrentLayer) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class _Mode(TorchDispatchMode):
         watch.seen.operators[name] = watch.seen.operators.get(name, 0) + 1
         support, key = watch.support(func), None
         if support == "own":
-            key = None if watch.device.is_here() else watch.device.KEY
+            key = None if watch.device.is_present() else watch.device.KEY
             count(watch.seen.custom, name, name, self._where, what=watch.device.OWN_KERNEL)
         elif support == "composite":
             key = _composite_key(name)
@@ -235,7 +235,7 @@ class _Mode(TorchDispatchMode):
 
 
 def _numbers_as_tensors(func: Any, args: Any) -> Any:
-    """Turn numbers for tensor arguments into tensors: not every operator accepts unwrapped ones."""
+    """Turn numbers for tensor arguments into tensors: not every operator accepts plain numbers."""
     if torch._C._should_allow_numbers_as_tensors(func._schema.name.partition("::")[2]):
         return args
     return tuple(

@@ -22,13 +22,13 @@ ACTIVATIONS = {
 _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout")
 _DEFAULTS = {"gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}}
 """Defaults of transformers for fields missing in config.json."""
-MOST_COLUMNS = 256
+MAX_COLUMNS = 256
 """With more adapter columns than this, multiplying the zeros of the group's other layers costs more than it saves."""
 _ALIGNED_ON_CPU, _ALIGNED_ON_GPU = 16, 64
 """Columns of x A are padded to multiples of this, for cache lines and matmul tiles."""
 LOGITS_ON_CPU, LOGITS_ON_GPU = 2**24, 2**26
 """Logits computed at a time."""
-FEWEST_ROWS, MOST_ROWS = 256, 4096
+MIN_ROWS, MAX_ROWS = 256, 4096
 """Bounds of the rows computed at a time."""
 LOGITS_IN_CACHE = 2**20
 """Logits whose loss is computed at once on a CPU: few enough for its caches."""
@@ -80,7 +80,7 @@ def why_no_fast_layers_of(config: Mapping[str, Any]) -> str | None:
 
 
 def adapter_columns(used: int, *, on_gpu: bool) -> int:
-    """Return the padded number of columns of x A for a group of layers."""
+    """Return the padded number of columns of x A for a layer group."""
     aligned = _ALIGNED_ON_GPU if on_gpu else _ALIGNED_ON_CPU
     return -(-used // aligned) * aligned
 
@@ -88,7 +88,7 @@ def adapter_columns(used: int, *, on_gpu: bool) -> int:
 def rows_at_a_time(vocabulary: int, *, on_gpu: bool) -> int:
     """Return the number of rows whose logits are computed at a time."""
     logits = LOGITS_ON_GPU if on_gpu else LOGITS_ON_CPU
-    return min(max(logits // vocabulary, FEWEST_ROWS), MOST_ROWS)
+    return min(max(logits // vocabulary, MIN_ROWS), MAX_ROWS)
 
 
 def attends_by_products(length: int, *, on_gpu: bool) -> bool:
@@ -132,7 +132,7 @@ class FastLayer:
     post_norms: bool = False
 
     def kept(self) -> LayerBytes:
-        """Return the bytes that the layer keeps for its backward pass, for each token."""
+        """Return the bytes per token that the layer keeps for its backward pass."""
         rstd = 4  # the inverse root mean square of a norm's input, in fp32
         packed = self.queries + 2 * self.keys
         columns = self.qkv_columns + self.out_columns + self.gate_up_columns + self.down_columns
@@ -166,7 +166,7 @@ class FastLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """The bytes that a layer keeps for the backward pass, for each token."""
+    """The bytes per token that a layer keeps for the backward pass."""
 
     none: int
     lean: int
@@ -190,19 +190,19 @@ def plan_recomputation(
 
 
 def kept_by(cost: LayerBytes, modes: Sequence[Recompute]) -> int:
-    """Return the bytes kept for each token by layers of these modes."""
+    """Return the bytes per token that layers of these modes keep."""
     return sum(getattr(cost, mode) for mode in modes)
 
 
 def most_held(cost: LayerBytes, modes: Sequence[Recompute]) -> int:
-    """Return the peak in the backward pass: everything kept, or the inputs of the full layers and one of them recomputed."""
+    """Return the peak in the backward pass: everything kept, or the inputs of the full layers plus one recomputed layer."""
     num_full = modes.count("full")
     return max(kept_by(cost, modes), num_full * cost.full + cost.lean if num_full else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The sizes of a group of linear layers and of its adapters."""
+    """The sizes of a layer group and its adapters."""
 
     outputs: int
     inputs: int
@@ -297,7 +297,7 @@ def adapter_copy_bytes(shape: ModelShape, step: Step) -> int:
     total = 0
     for group in groups(shape, step).values():
         total += group.columns * group.inputs + step.rank * group.adapted_outputs
-        total += group.columns * group.outputs if group.columns <= MOST_COLUMNS else 0
+        total += group.columns * group.outputs if group.columns <= MAX_COLUMNS else 0
     return shape.num_layers * total * step.width
 
 
@@ -308,6 +308,6 @@ def weight_buffer_bytes(shape: ModelShape, step: Step) -> int:
     found = groups(shape, step).values()
     if step.fp8_products:
         return max(group.outputs * group.inputs for group in found) * (step.width + 2)
-    extended = [group.columns if group.columns <= MOST_COLUMNS else 0 for group in found]
+    extended = [group.columns if group.columns <= MAX_COLUMNS else 0 for group in found]
     wide = (group.outputs * (group.inputs + columns) for group, columns in zip(found, extended, strict=True))
     return max(wide) * step.width

@@ -24,7 +24,7 @@ from crosstune.estimate.model_shape import (
 
 GIB = 1024**3
 SURELY_TOO_MUCH = 1.25
-"""An estimate above this many times the usable memory is wrong by more than estimates are."""
+"""A step surely does not fit if its estimate exceeds the usable memory by this factor: estimates are more accurate than that."""
 LOGITS_AT_A_TIME = 2**24
 """More logits than this are converted to fp32 in parts."""
 UNIFIED_SHARE = 0.9
@@ -82,7 +82,7 @@ def step_bytes(shape: ModelShape, step: Step) -> int:
 
 
 def surely_too_large(estimated: int, usable: int) -> bool:
-    """Return whether an estimate is so far above the memory that the step does not fit."""
+    """Return whether an estimate exceeds the memory by so much that the step surely does not fit."""
     return estimated > SURELY_TOO_MUCH * usable
 
 
@@ -187,7 +187,7 @@ def _is_trained_in_16_bits(step: Step) -> bool:
 
 
 def reference_bytes(step: Step, trained: int) -> int:
-    """Return the bytes of the trained weights as they were before the training, if they are kept."""
+    """Return the bytes of the copy of the initial trained weights, if one is kept."""
     if not step.copies_trained:
         return 0
     return trained * (4 if step.method in ("lora", "dora") else step.weight_bits // 8)
@@ -250,7 +250,7 @@ def _adapter_width(shape: ModelShape, step: Step) -> int:
 
 
 def _times(shape: ModelShape, name: str) -> int:
-    """Return how many layers of this name process a token in a block."""
+    """Return the number of layers of this name that process a token in a block."""
     return 1 if name in ATTENTION_LINEARS or shape.num_experts == 1 else shape.experts_per_token
 
 

@@ -36,7 +36,7 @@ class ModelShape:
     """True if the head is the embedding."""
     max_context: int | None = None
     source: str = "config"
-    """Where the sizes come from: `config`, `table` (bundled models) or `size` (a typical model)."""
+    """The source of the sizes: `config`, `table` (bundled models) or `size` (a typical model)."""
     num_experts: int = 1
     expert_intermediate: int = 0
     experts_per_token: int = 2
@@ -140,7 +140,7 @@ class Step:
     extra_passes: int = 0
     """Forward passes without gradients next to the trained one."""
     copies_trained: bool = False
-    """True if the trained weights are also kept as they were before the training."""
+    """True if a copy of the initial trained weights is kept."""
     supervised: int | None = None
     """The supervised tokens of that row; None for all."""
     checkpointing: bool = False

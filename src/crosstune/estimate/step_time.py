@@ -22,7 +22,7 @@ FP8_RATE = 1.68
 LAUNCH_S = 10e-6
 """The host's time for a kernel; it dominates for small models."""
 LAUNCHES, LAUNCHES_PER_ADAPTER, LAUNCHES_PER_QUANTIZED = 350, 25, 20
-"""Kernels in a step (forward, backward and update) of a layer, of each adapter, and of each quantized weight."""
+"""Kernels per step (forward, backward and update): per layer, per adapter, and per quantized weight."""
 FAST_LAUNCHES = 50
 """Kernels of a fast layer with adapters (counted)."""
 LINK_SHARE = 0.8
@@ -94,7 +94,7 @@ _DEVICES = {
     "M5 Pro": (8.3, 307, 0, 0.125),
     "M5": (4.2, 153, 0, 0.125),
 }
-"""Part of a device's name -> TFLOP/s, GB/s of memory, of the link, and of the network. The first match counts."""
+"""Part of a device's name -> TFLOP/s, and GB/s of memory, link and network. The first match counts."""
 _FAST_IN_FP8 = ("H200", "H100")
 
 
@@ -260,7 +260,7 @@ def _traffic_bytes(shape: ModelShape, step: Step, tokens: float) -> float:
 def communication_s(
     shape: ModelShape, step: Step, speed: DeviceSpeed, *, cluster: Cluster
 ) -> tuple[float, float]:
-    """Return the seconds of communication after the passes of a step, and of communication that may overlap them.
+    """Return the communication time of a step in seconds: after the passes, and overlappable with the passes.
 
     Replicas sum fp32 gradients once, after the passes. Shards gather weights in both passes of every micro-batch and
     scatter gradients, overlapping the layer before.

@@ -142,7 +142,7 @@ def staging_path(target: Path) -> Path:
 
 @cache
 def _machine() -> str:
-    """Return a hash of what gives a process id its meaning: the machine, its last boot and the process namespace."""
+    """Return a hash of the scope of process ids: the machine, its last boot and the process namespace."""
     facts = [platform.node()]
     with suppress(OSError):  # Linux only
         facts.append(str(Path("/proc/self/ns/pid").readlink()))
@@ -179,7 +179,7 @@ def _remove(path: Path) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what killed processes staged in `folder`; log each path."""
+    """Remove the paths that killed processes staged in `folder`, and log each."""
     for path in leftovers(folder, of=bool):
         with suppress(OSError):  # removed by another process, or not ours
             if not _is_abandoned(path):
@@ -236,7 +236,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def _swap(one: Path, other: Path) -> bool:
-    """Swap two paths atomically; return False where the system or the file system cannot."""
+    """Swap two paths atomically; return False if the system or the file system does not support it."""
     libc = ctypes.CDLL(None, use_errno=True)
     first, second = os.fsencode(one.absolute()), os.fsencode(other.absolute())
     try:

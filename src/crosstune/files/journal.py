@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -14,13 +15,14 @@ from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import set_aside
 from crosstune.files.json_files import parse_json, to_json
 from crosstune.files.outputs import is_stream
-from crosstune.files.plain_files import MissingFile, no_room, open_plain
+from crosstune.files.plain_files import MissingFile, disk_full_reason, open_plain
 
 SUFFIX = ".partial"
 
 
 class Journal:
-    """The rows of an unfinished output: `NAME.partial`, the key of the request first, then a JSON line for each row.
+    """The rows of an unfinished output: `NAME.partial`, the key of the request first, then a line for each row: its CRC-32 and
+    its JSON text.
 
     `rows` has the rows of an earlier process with an equal request, in whole blocks. A file of a different request is set
     aside. Without an output, or with a pipe as output, nothing is kept.
@@ -86,7 +88,7 @@ class Journal:
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written.",
-                why=f"{no_room(error) or error.strerror}.",
+                why=f"{disk_full_reason(error) or error.strerror}.",
                 do="choose a different output",
             ) from error
         try:
@@ -106,10 +108,7 @@ class Journal:
         self._file.seek(0)
         valid, num_bytes, complete, found = 0, 0, 0, list[Any]()
         for number, line in enumerate(self._file):
-            try:
-                row = parse_json(line) if line.endswith(b"\n") else None
-            except ValueError:
-                row = None
+            row = _read_line(line)
             if row is None or (number == 0 and row != self._key):  # the last line may be incomplete
                 break
             found += [row] if number else []
@@ -122,18 +121,34 @@ class Journal:
     def _write(self, rows: list[Any]) -> None:
         assert self._file is not None
         try:
-            self._file.write("".join(f"{to_json(row)}\n" for row in rows).encode())
+            self._file.write(b"".join(map(_write_line, rows)))
             self._file.flush()
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written.",
-                why=f"{no_room(error) or error.strerror}; {len(self.rows):,} rows are finished.",
+                why=f"{disk_full_reason(error) or error.strerror}; {len(self.rows):,} rows are finished.",
                 do="free space, then run the same command again: it continues",
             ) from error
 
 
+def _write_line(row: Any) -> bytes:
+    text = to_json(row).encode()
+    return b"%08x %b\n" % (zlib.crc32(text), text)
+
+
+def _read_line(line: bytes) -> Any:
+    """Return the row of a line; None if the line is incomplete or damaged."""
+    crc, _, text = line.removesuffix(b"\n").partition(b" ")
+    if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text):
+        return None
+    try:
+        return parse_json(text)
+    except ValueError:
+        return None
+
+
 def file_stamps(*paths: Path | None) -> list[list[Any]]:
-    """Return name, size and time of change of files, and of the files in folders: a cheap identity for a request."""
+    """Return name, size and modification time of files, including files in folders: a cheap identity for a request."""
     stamps: list[list[Any]] = []
     for path in paths:
         files = sorted(path.iterdir()) if path is not None and path.is_dir() else [path]

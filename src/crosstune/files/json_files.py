@@ -107,7 +107,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def finite(value: Any) -> Any:
     """Return the value in JSON types: NaN and infinities as null, paths as strings, sets and tuples as lists,
-    numpy's numbers as plain ones."""
+    numpy's numbers as Python numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -130,7 +130,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _short_integer(text: str) -> int:
-    """Parse an integer; longer ones overflow the floats and sizes they are used as."""
+    """Parse an integer; longer integers overflow the floats and sizes they are used as."""
     if len(text) > _DIGITS_LIMIT:
         raise ValueError(f"a number has {len(text):,} digits")
     return int(text)

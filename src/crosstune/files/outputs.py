@@ -18,7 +18,7 @@ from pathlib import Path
 
 from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import remove_abandoned, staged_file, staging_path
-from crosstune.files.plain_files import kind_of, no_room
+from crosstune.files.plain_files import disk_full_reason, kind_of
 from crosstune.files.run_record import owning_run
 
 _DIFFERENT = "free space, or choose a different file"
@@ -160,7 +160,7 @@ def _is_marked(path: Path, mark: bytes | None) -> bool:
 
 
 def _try(path: Path) -> None:
-    """Create and remove a file where `path` will be staged."""
+    """Create and remove a file at the staging place of `path`."""
     staged = staging_path(path)
     staged.touch()
     staged.unlink()
@@ -173,7 +173,7 @@ def _reporting(path: Path, *, do: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        full = no_room(error)
+        full = disk_full_reason(error)
         if full is None and not isinstance(error, OSError):
             raise
         why = (

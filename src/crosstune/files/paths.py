@@ -8,12 +8,11 @@ from pathlib import Path
 
 from crosstune.core.errors import UserError
 from crosstune.core.names import nearest
-from crosstune.files.run_record import holds_run
 
 CACHE_VARIABLE = "CROSSTUNE_CACHE"
 RUNS = "runs"
 """The default runs folder."""
-MOST_RUNS = 5
+MAX_RUNS = 5
 
 
 def near_paths(path: str | Path) -> list[str]:
@@ -35,23 +34,27 @@ def near_path_hint(path: str | Path) -> str:
     return f"did you mean {' or '.join(close)}?" if close else ""
 
 
-def runs_beside(folder: Path) -> list[Path]:
+def sibling_runs(folder: Path) -> list[Path]:
     """Return the runs in the parent of a folder, the newest first."""
+    from crosstune.files.run_record import (
+        is_run_folder,  # not for `crosstune --help`, which reads this module
+    )
+
     found = [Path(entry.path) for entry in _entries(folder.absolute().parent)]
-    return sorted((path for path in found if holds_run(path)), key=_changed, reverse=True)
+    return sorted((path for path in found if is_run_folder(path)), key=_changed, reverse=True)
 
 
 def what_runs_exist(target: str | Path) -> str:
     """Return runs with similar names, or the newest in the same folder; a name is looked up among the runs in RUNS too."""
     wanted = Path(target)
-    runs = [run.name for run in runs_beside(wanted.expanduser())]
+    runs = [run.name for run in sibling_runs(wanted.expanduser())]
     if not runs and (wanted.name == str(wanted) or wanted.absolute().parent == Path.cwd()):
         wanted = Path(RUNS) / wanted.name
-        runs = [run.name for run in runs_beside(wanted)]
+        runs = [run.name for run in sibling_runs(wanted)]
     if close := nearest(wanted.name, runs):
         return f"did you mean {' or '.join(str(wanted.with_name(name)) for name in close)}?"
     if runs:
-        newest = ", ".join(str(wanted.with_name(name)) for name in runs[:MOST_RUNS])
+        newest = ", ".join(str(wanted.with_name(name)) for name in runs[:MAX_RUNS])
         return f"the newest runs there: {newest}"
     return f"there are no runs in {wanted.expanduser().absolute().parent}"
 

@@ -25,7 +25,7 @@ _NO_ROOM_WORDS = re.compile(
         ]
     )
 )
-"""The words of a full disk in the errors of libraries."""
+"""Matches library errors caused by a full disk."""
 _BLOCK_BYTES = 2**20
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -39,7 +39,7 @@ _KINDS = {
 
 
 class UnreadableFile(UserError):
-    """A file is missing, is not a regular file, is too large, or does not hold what it should."""
+    """A file is missing, is not a regular file, is too large, or has unexpected contents."""
 
     problem = "cannot be read"
 
@@ -108,7 +108,7 @@ def read_plain_text(path: Path, *, limit: int) -> str:
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Describe where a text is not UTF-8."""
+    """Describe the first byte of a text that is not UTF-8."""
     return f"it is not UTF-8 text: byte {error.start:,} is 0x{error.object[error.start]:02x}"
 
 
@@ -123,7 +123,7 @@ def is_file_name(name: str, *, longest_bytes: int = 255) -> bool:
 
 
 def check_regular_files(folder: Path) -> None:
-    """Raise UnreadableFile if a folder holds a pipe, device or socket that a library would open."""
+    """Raise UnreadableFile if a folder contains a pipe, device or socket that a library would open."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -146,8 +146,8 @@ def free_space(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def no_room(error: BaseException | None) -> str | None:
-    """Return the system's words if an error, or an error it comes from, is a full disk, a quota or a file-size limit."""
+def disk_full_reason(error: BaseException | None) -> str | None:
+    """Return the system's message if an error or its cause is a full disk, a quota or a file-size limit."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             return error.strerror
@@ -181,7 +181,7 @@ def _check_regular(path: Path, found: os.stat_result) -> None:
 
 
 def kind_of(path: Path) -> str:
-    """Describe what a path that is not a regular file is, such as `a folder`."""
+    """Describe the kind of a path that is not a regular file, such as `a folder`."""
     try:
         return _kind(path.stat())
     except OSError:

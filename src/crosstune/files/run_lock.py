@@ -18,7 +18,7 @@ LOCKS = ".locks"
 """Folder of the lock files, next to the run folders: a lock stays in place when its run is moved aside."""
 
 _PATIENCE_S = 0.2
-"""Time to wait for a lock: `is_held` holds it for a moment."""
+"""Time to wait for a lock: `is_held` acquires it for a moment."""
 
 
 class InUse(UserError):
@@ -52,7 +52,7 @@ def check_place(folder: Path) -> None:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder or the nearest one above it that exists."""
+    """Return the folder, or its nearest existing parent."""
     return next((place for place in (folder, *folder.parents) if os.access(place, os.F_OK)), Path("/"))
 
 

@@ -28,14 +28,14 @@ REPORT = "report.html"
 _KEPT_FOLDERS = ("checkpoints", "adapter", "model")
 
 
-def holds_record(folder: Path) -> bool:
-    """Return True if a folder holds any file of a run's record."""
+def has_record(folder: Path) -> bool:
+    """Return True if a folder contains any file of a run's record."""
     return any((folder / name).exists() for name in RUN_FILES)
 
 
-def holds_run(folder: Path) -> bool:
-    """Return True if a folder holds a run. The next start replaces a record without steps."""
-    return holds_record(folder) and not _is_without_steps(folder)
+def is_run_folder(folder: Path) -> bool:
+    """Return True if a folder contains a run. The next start replaces a record without steps."""
+    return has_record(folder) and not _is_without_steps(folder)
 
 
 def owning_run(path: Path) -> Path | None:
@@ -68,19 +68,19 @@ def read_log(path: Path) -> dict[str, Any]:
 
 
 def check_free(folder: Path, *, resuming: bool = False) -> None:
-    """Raise a UserError when the folder already holds a run. With `resuming`, an unfinished run without a checkpoint is
+    """Raise a UserError when the folder already contains a run. With `resuming`, an unfinished run without a checkpoint is
     allowed, because it is moved aside."""
-    if not holds_run(folder):
+    if not is_run_folder(folder):
         return
     if not resuming:
         raise UserError(
-            f"{folder} already holds a run.",
-            why="a new run there would mix its records with the old ones.",
+            f"{folder} already contains a run.",
+            why="a new run there would mix its records with the old records.",
             do="choose a different --name, pass --resume auto to continue it, or --overwrite to move it aside first",
         )
     if read_log(folder / "summary.json").get("status") == "finished":
         raise UserError(
-            f"{folder} holds a finished run without a checkpoint.",
+            f"{folder} contains a finished run without a checkpoint.",
             why="it ended before it wrote one, so there is nothing to continue from.",
             do="pass --overwrite to move it aside and start over, or choose a different --name",
         )
@@ -160,7 +160,7 @@ class RunRecord(Record):
         record = cls(folder)
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            for name in RUN_FILES:  # of a start that took no step
+            for name in RUN_FILES:  # from a start without a step
                 (folder / name).unlink(missing_ok=True)
             clear_leftovers(folder, of=_STAGED.__contains__)
             try:
@@ -180,7 +180,7 @@ class RunRecord(Record):
             record._open_logs(config_yaml, plan)
         return record
 
-    def carry_on(self, metrics: Path, *, step: int) -> None:
+    def prepend_metrics(self, metrics: Path, *, step: int) -> None:
         """Start with the rows of the run that this one continues, to complete the loss curve."""
         self._carried, self._resumes_at = metrics, step
 
@@ -191,7 +191,7 @@ class RunRecord(Record):
         (self.folder / "metrics.jsonl").touch()
 
     def _remove_start(self) -> None:
-        """Remove what a start wrote before the disk was full, and the folder if nothing else is in it."""
+        """Remove the files that a start wrote before the disk was full, and the folder if it is then empty."""
         if self._events is not None:
             self._events.close()
         with contextlib.suppress(OSError):

@@ -38,10 +38,15 @@ def read_yaml(path: Path) -> Any:
     ) as error:
         raise UnreadableFile(
             path,
-            f"it is not YAML that crosstune reads: {' '.join(str(error).split())[:400]}",
+            f"it is not YAML that crosstune reads: {_explain(error)}",
             do="correct the file",
         ) from error
     return value
+
+
+def _explain(error: Exception) -> str:
+    """Return the words of an error on one line, without PyYAML's name for a text."""
+    return " ".join(str(error).replace('in "<unicode string>", ', "at ").split())[:400]
 
 
 class _Loader(yaml.SafeLoader):
@@ -83,7 +88,7 @@ def _check(value: Any) -> None:
         elif isinstance(item, list):
             left += [(part, depth + 1) for part in item]
         elif isinstance(item, str):
-            item.encode("utf-8", errors="surrogateescape")  # the names of files may hold any bytes but NUL
+            item.encode("utf-8", errors="surrogateescape")  # file names may contain any bytes but NUL
             if "\0" in item:
                 raise ValueError(f"{shown(item)} contains a NUL character")
         elif not isinstance(item, (int, float, type(None))) or (

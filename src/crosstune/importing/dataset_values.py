@@ -19,6 +19,9 @@ from crosstune.importing.values import (
     last_part,
 )
 
+_PARTS = ("name", "subset", "data_dir", "fraction", "shards", "columns")
+"""Keys of a dataset that select a part of it."""
+
 
 def held_out(value: Any, given: Mapping[str, Any]) -> Found:
     if is_off(value):
@@ -29,7 +32,7 @@ def held_out(value: Any, given: Mapping[str, Any]) -> Found:
 
 
 def text_field(value: Any, given: Mapping[str, Any]) -> Found:
-    return {} if value in (None, "text") else {"columns": f"{value}=text"}
+    return {} if value in (None, "", "text") else {"columns": f"{value}=text"}
 
 
 def dataset_part(value: Any, given: Mapping[str, Any]) -> Found:
@@ -72,6 +75,8 @@ def axolotl_data(option: str) -> Convert:
         for item in items:
             if not isinstance(item, Mapping) or not isinstance(item.get("path"), str):
                 return Missing("list a path for each dataset")
+            if part := next((key for key in _PARTS if not is_off(item.get(key))), None):
+                return Missing(f"--dataset has no {part}; save the part as a file and pass --{option} FILE")
             name = next(
                 (str(item[key]) for key in ("data_files",) if isinstance(item.get(key), str)), item["path"]
             )
@@ -94,6 +99,12 @@ def axolotl_data(option: str) -> Convert:
             for source in (item, kind if isinstance(kind, Mapping) else {}):
                 columns |= {str(source[key]): ours for key, ours in renames.items()
                             if isinstance(source.get(key), str) and source[key] != ours}  # fmt: skip
+        if given.get("dataset_exact_deduplication"):
+            paths = list(dict.fromkeys(paths))
+        if len(set(paths)) < len(paths):
+            return Missing(
+                f"a path is listed twice; pass it once with a larger weight, as in --{option} a.jsonl:2,b.jsonl:1"
+            )
         found: dict[str, Any] = {option: ",".join(paths)}
         if option == "dataset":
             found |= {"dataset_format": "text"} if formats == {"text"} else {}
@@ -113,6 +124,13 @@ def axolotl_template(value: Any, given: Mapping[str, Any]) -> Found:
     name = str(value).removeprefix("tokenizer_default_fallback_")
     if name in TEMPLATES:
         return {"chat_template": name}
+    return Nothing("the model's own template is used; set --chat_template FILE if it is a different one")
+
+
+def named_template(value: Any, given: Mapping[str, Any]) -> Found:
+    """Convert a template by its file or by Unsloth's name."""
+    if is_off(value) or value in TEMPLATES or Path(str(value)).suffix in (".jinja", ".txt"):
+        return {} if is_off(value) else {"chat_template": value}
     return Nothing("the model's own template is used; set --chat_template FILE if it is another")
 
 
@@ -146,7 +164,7 @@ def special_tokens(value: Any, given: Mapping[str, Any]) -> Found:
 
 
 def factory_data(option: str) -> Convert:
-    """Return a rule for names in LLaMA-Factory's dataset_info.json, which is looked for beside the file."""
+    """Return a rule for names in LLaMA-Factory's dataset_info.json, which is looked up next to the file."""
 
     def convert(value: Any, given: Mapping[str, Any]) -> Found:
         names = [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)
@@ -169,7 +187,7 @@ def factory_data(option: str) -> Convert:
                 paths.append(path if "hf_hub_url" in entry else str(folder / path))
                 ours = {"prompt": "instruction", "query": "input", "response": "output", "messages": "messages",
                         "system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected",
-                        "kto_tag": "kto_tag"}  # fmt: skip
+                        "kto_tag": "label"}  # fmt: skip
                 for key, theirs in (entry.get("columns") or {}).items():
                     if (
                         key in ours

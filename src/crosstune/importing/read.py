@@ -50,7 +50,7 @@ class Given:
 def read_given(path: Path, *, sections: Iterable[str]) -> list[Given]:
     """Return the keys of a file; those in a section as `section.key`."""
     if path.suffix in (".yaml", ".yml"):
-        return list(_flat(read_yaml(path), _lines(path), sections=frozenset(sections)))
+        return list(_flat(_options(read_yaml(path), path), _lines(path), sections=frozenset(sections)))
     if path.suffix == ".ipynb":
         return _from_python(_notebook_code(read_object(path, foreign=True, limit=NOTEBOOK_LIMIT)), path)
     if path.suffix == ".json":
@@ -70,11 +70,19 @@ def read_given(path: Path, *, sections: Iterable[str]) -> list[Given]:
     return found
 
 
-def _flat(
-    data: Any, lines: Mapping[str, int], *, sections: frozenset[str], prefix: str = ""
-) -> Iterator[Given]:
+def _options(data: Any, path: Path) -> dict[Any, Any]:
+    """Return the contents of a configuration file; raise a UserError if they are not a mapping."""
     if not isinstance(data, dict):
-        raise UserError("The file contains no options.", why="it must be a list of `option: value` lines.")
+        why = "it is empty." if data is None else "it is not a mapping of keys to values."
+        raise UserError(
+            f"{path} contains no options.", why=why, do="pass the configuration file of the other trainer"
+        )
+    return data
+
+
+def _flat(
+    data: dict[Any, Any], lines: Mapping[str, int], *, sections: frozenset[str], prefix: str = ""
+) -> Iterator[Given]:
     for name, value in data.items():
         key = f"{prefix}{name}".replace("-", "_")
         if isinstance(value, dict) and str(name) in sections:
@@ -122,7 +130,7 @@ def _from_words(text: str, path: Path) -> list[Given]:
 
 
 def _command(words: list[str]) -> tuple[int, str]:
-    """Return where the trainer's own arguments begin, after a launcher's, and TRL's trainer by subcommand or script."""
+    """Return the start of the trainer's own arguments, after a launcher's, and TRL's trainer by subcommand or script."""
     for place, (word, after) in enumerate(pairwise(words), start=1):
         if Path(word).name == "trl" and after in TRAINERS:
             return place + 1, after
@@ -162,7 +170,8 @@ def _from_python(text: str, path: Path) -> list[Given]:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not Python code.", why=f"{error}.", do="correct the file") from error
+        why = str(error).replace("<unknown>, ", "")
+        raise UserError(f"{path} is not Python code.", why=f"{why}.", do="correct the file") from error
     known: dict[str, Any] = {}
     found: list[Given] = []
     datasets, trained, trainers, adapters = list[Any](), list[Any](), dict[str, set[str]](), dict[str, int]()

@@ -1,37 +1,45 @@
-"""The form of the tables of keys, and the reasons that they share."""
+"""Read the table of keys, `keys.yaml`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import resources
 from typing import Any, TypeAlias
 
+import yaml
+
+from crosstune.importing import dataset_values, torchtune_values, values
 from crosstune.importing.values import Convert, Missing, Nothing, Options
 
 Rule: TypeAlias = "str | Nothing | Missing | Mapping[str, Options] | Convert"
 """The option with the same meaning, a reason, their value -> options, or a function."""
 
 
-def by_name(groups: Mapping[str, Rule]) -> dict[str, Rule]:
-    return {name: rule for names, rule in groups.items() for name in names.split()}
+@cache
+def load_rules(tables: str) -> Mapping[str, Rule]:
+    """Return the rules of these tables by key; later tables replace keys of earlier ones."""
+    text = resources.files("crosstune.importing").joinpath("keys.yaml").read_text(encoding="utf-8")
+    known = yaml.safe_load(text)
+    return {key: rule for name in tables.split() for keys, rule in _rows(known[name]) for key in keys.split()}
 
 
-def switch(**options: Any) -> dict[str, Options]:
-    return {"true": options, "false": {}}
+def _rows(table: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:
+    yield from ((key, key) for key in table.get("same", "").split())
+    yield from table.get("renamed", {}).items()
+    yield from table.get("values", {}).items()
+    yield from ((keys, {"true": options, "false": {}}) for keys, options in table.get("switch", {}).items())
+    yield from ((keys, _function(name)) for name, keys in table.get("computed", {}).items())
+    yield from ((keys, Nothing(reason)) for reason, keys in table.get("no need", {}).items())
+    yield from ((keys, Missing(advice)) for advice, keys in table.get("no counterpart", {}).items())
 
 
-SPEED = Nothing("crosstune chooses this itself")
-DEVICES = Nothing(
-    "--world_size and --sharding_strategy set the devices; by default all of this machine are used"
-)
-OWN_LOSS = Nothing("crosstune has its own memory-saving loss and fast layers")
-WORDS = Nothing("it changes only messages and logs")
-HUB = Missing("after the run: crosstune push RUN --to ORG/NAME")
-OPTIMIZERS = Missing("use --optimizer adamw, fused_adamw, adamw_8bit, lion, adafactor or sgd")
-TOKENS = Missing("use --add_tokens for new tokens; the model's special tokens stay as they are")
-RL = Missing("crosstune has no reinforcement learning")
-PICTURES = Missing("crosstune trains on text only")
-EXPERTS = Missing("experts are trained as their model defines them; the router stays frozen")
-SPLIT = Missing("crosstune shards weights (--sharding_strategy), not layers or sequences")
+def _function(text: str) -> Convert:
+    """Return the function of a name, or of a name with the arguments that make it."""
+    name, *words = text.split()
+    module = next(each for each in (values, dataset_values, torchtune_values) if hasattr(each, name))
+    found = getattr(module, name)
+    return found(*(int(word) if word.isdigit() else word for word in words)) if words else found
 
 
 def describe(rule: Rule) -> str:

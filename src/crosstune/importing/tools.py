@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from crosstune.importing import values
-from crosstune.importing.axolotl_keys import AXOLOTL
-from crosstune.importing.huggingface_keys import TRL, UNSLOTH
-from crosstune.importing.llamafactory_keys import FACTORY
-from crosstune.importing.rules import Rule
-from crosstune.importing.torchtune_keys import MLX, TORCHTUNE
+from crosstune.importing.rules import Rule, load_rules
 from crosstune.importing.values import Options
 
 
@@ -19,16 +15,21 @@ class Tool:
     """A trainer: its keys, the defaults that differ from crosstune's, and the keys that identify its files."""
 
     title: str
-    rules: Mapping[str, Rule]
+    tables: str
+    """Tables of `keys.yaml`."""
     defaults: Options
     marks: frozenset[str]
     """Keys that only this trainer has."""
     rates: Mapping[str, float] = field(default_factory=dict)
-    """Recipe -> default learning rate, where it differs from `defaults`."""
+    """Recipe -> default learning rate, if it differs from `defaults`."""
     remark: str = ""
     """A difference of supervised fine-tuning that no key shows."""
     sections: frozenset[str] = field(default_factory=frozenset)
     """Sections of options; a nested mapping under any other key is a value."""
+
+    @property
+    def rules(self) -> Mapping[str, Rule]:
+        return load_rules(self.tables)
 
 
 HF_DEFAULTS = {
@@ -48,7 +49,7 @@ _ALL_TOKENS = (
 TOOLS: Mapping[str, Tool] = {
     "axolotl": Tool(
         title="axolotl",
-        rules=AXOLOTL,
+        tables="transformers peft bitsandbytes trl axolotl",
         defaults={"lr_scheduler": "cosine", "wd": 0.0, "num_epochs": 1, "cosine_min_lr_ratio": 0.0, "skip_eval": True,
                   "optimizer": "fused_adamw", "context_length": 512, "truncation": "drop", "train_type": "full", "warmup_ratio": 0.03,
                   "beta": 0.1, "sft_weight": 1.0},
@@ -57,13 +58,13 @@ TOOLS: Mapping[str, Tool] = {
     ),
     "llamafactory": Tool(
         title="LLaMA-Factory",
-        rules=FACTORY,
+        tables="transformers peft llamafactory",
         defaults=HF_DEFAULTS | {"lora_rank": 8, "lora_alpha": values.TWICE_THE_RANK, "truncation": "cut"},
         marks=frozenset({"stage", "finetuning_type", "cutoff_len", "lora_target", "template", "dataset_dir"}),
     ),
     "trl": Tool(
         title="TRL",
-        rules=TRL,
+        tables="transformers peft bitsandbytes trl trainer",
         defaults=HF_DEFAULTS | {"lr": 2e-5, "context_length": 1024, "truncation": "cut", "train_type": "full",
                                  "use_gradient_checkpointing": True, "optimizer": "fused_adamw",
                                  "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.05,
@@ -74,7 +75,7 @@ TOOLS: Mapping[str, Tool] = {
     ),
     "unsloth": Tool(
         title="Unsloth",
-        rules=UNSLOTH,
+        tables="transformers peft bitsandbytes trl trainer unsloth",
         defaults=HF_DEFAULTS | {"truncation": "cut", "lora_rank": 16, "lora_alpha": 16, "train_type": "qlora",
                                 "batch_size": 4, "gradient_accumulation_steps": 2, "wd": 0.01, "seed": 3407,
                                 "optimizer": "adamw_8bit", "warmup_steps": None, "warmup_ratio": 0.1,
@@ -84,16 +85,18 @@ TOOLS: Mapping[str, Tool] = {
     ),
     "mlx-lm": Tool(
         title="mlx-lm",
-        rules=MLX,
+        tables="mlx-lm",
         defaults={"batch_size": 4, "max_steps": 1000, "lr": 1e-5, "wd": 0.0, "lr_scheduler": "constant", "lora_rank": 8,
                   "lora_alpha": values.SCALE_OF_20, "seed": 0, "apply_gradient_clipping": False, "truncation": "cut",
-                  "train_on_prompt": True, "backend": "mlx", "eval_steps": 200, "save_steps": 100},
+                  "train_on_prompt": True, "backend": "mlx", "eval_steps": 200, "save_steps": 100,
+                  "layers_to_transform": values.LAST_16},
+        remark="mlx-lm adapts the last 16 layers unless num_layers is set; without the model's size, crosstune adapts all",
         marks=frozenset({"fine_tune_type", "iters", "adapter_path", "steps_per_eval", "lora_parameters.rank"}),
         sections=frozenset({"lora_parameters"}),
     ),
     "torchtune": Tool(
         title="torchtune",
-        rules=TORCHTUNE,
+        tables="torchtune",
         defaults={"wd": 0.01, "cosine_min_lr_ratio": 0.0, "skip_eval": True, "apply_gradient_clipping": False,
                   "lr_scheduler": "constant"},
         marks=frozenset({"model._component_", "tokenizer._component_", "checkpointer._component_"}),

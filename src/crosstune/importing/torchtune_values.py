@@ -8,6 +8,8 @@ from typing import Any
 
 from crosstune.core.schedule import SCHEDULES
 from crosstune.importing.values import Found, Missing, Nothing, is_off, last_part, optimizer, schedule
+from crosstune.models.folder import folder_shape
+from crosstune.models.known_models import known_shape
 
 
 def steps_per_epoch(value: Any, given: Mapping[str, Any]) -> Found:
@@ -70,10 +72,20 @@ def mlx_scale(value: Any, given: Mapping[str, Any]) -> Found:
 
 
 def last_layers(value: Any, given: Mapping[str, Any]) -> Found:
-    if int(value) < 0:
+    """Convert a number of last layers; the model's table or folder says how many it has."""
+    last, name = int(value), str(given.get("model"))
+    if last < 0:
         return {}
-    return Missing(
-        f"--layers_to_transform lists the layers; mlx-lm trains the last {int(value)}: with 28 layers, {28 - int(value)}-27"
+    folder = Path(name).expanduser()
+    shape = folder_shape(folder) if (folder / "config.json").is_file() else known_shape(name)
+    if shape is None:
+        return Missing(
+            f"--layers_to_transform lists the layers; mlx-lm trains the last {last}: with 28 layers, {28 - last}-27"
+        )
+    return (
+        {}
+        if last >= shape.num_layers
+        else {"layers_to_transform": f"{shape.num_layers - last}-{shape.num_layers - 1}"}
     )
 
 

@@ -19,8 +19,10 @@ from crosstune.files.plain_files import read_plain_text
 from crosstune.importing.read import NOTEBOOK_LIMIT, Given, read_given, shown_value
 from crosstune.importing.rules import Rule
 from crosstune.importing.tools import LORA_CONFIG, TOOLS, Tool
+from crosstune.importing.torchtune_values import last_layers
 from crosstune.importing.values import (
     FILE_FOLDER,
+    LAST_16,
     SCALE_OF_20,
     TWICE_THE_RANK,
     Missing,
@@ -45,7 +47,7 @@ Kind = Literal["mapped", "default", "nothing", "missing"]
 
 @dataclass(frozen=True)
 class Note:
-    """A key of the other trainer, and what became of it."""
+    """A key of the other trainer and its translation."""
 
     key: str
     value: Any
@@ -82,7 +84,7 @@ class Imported:
 
 
 def import_file(path: Path, *, tool: str = "auto", overrides: Mapping[str, Any] | None = None) -> Imported:
-    """Translate a file; `overrides` are options of crosstune that replace what the file says."""
+    """Translate a file; `overrides` are options of crosstune that override the file."""
     every = [section for each in TOOLS.values() for section in each.sections]
     name = tool if tool != "auto" else _recognize(read_given(path, sections=every), path)
     chosen = TOOLS[name]
@@ -98,7 +100,7 @@ def _negated(entry: Given, tool: Tool) -> Given:
 
 
 def _recognize(given: Sequence[Given], path: Path) -> str:
-    """Return the trainer of which the file has the most keys."""
+    """Return the trainer with the most keys in the file."""
     if path.suffix in (".py", ".ipynb"):
         return "unsloth" if _IMPORTS_UNSLOTH.search(read_plain_text(path, limit=NOTEBOOK_LIMIT)) else "trl"
     keys = {entry.key for entry in given}
@@ -132,6 +134,8 @@ def _translate(given: Sequence[Given], tool: Tool, *, folder: Path, overrides: M
         elif isinstance(found, Nothing) or not found:
             text = str(found) if isinstance(found, Nothing) else "as in crosstune"
             result.notes.append(Note(entry.key, entry.value, entry.line, "nothing", text))
+        elif wrong := _why_invalid(found):
+            result.notes.append(Note(entry.key, entry.value, entry.line, "missing", wrong))
         else:
             _keep(result, entry, found)
     for name in overrides:
@@ -142,6 +146,16 @@ def _translate(given: Sequence[Given], tool: Tool, *, folder: Path, overrides: M
     return result
 
 
+def _why_invalid(options: Mapping[str, Any]) -> str:
+    """Return why the values of a key are not values of our options; empty if they are."""
+    try:
+        make_config(**options)
+    except UserError as error:
+        first = next(iter(getattr(error, "problems", ())), error)
+        return f"{first.message.replace(' (argument)', '').rstrip('.')}; {first.do or first.why}"
+    return ""
+
+
 def _apply(rules: Mapping[str, Rule], entry: Given, everything: Mapping[str, Any]) -> Any:
     rule = rules.get(entry.key) or next(
         (rules[name] for name in rules if name.endswith("*") and entry.key.startswith(name[:-1])), None
@@ -149,7 +163,7 @@ def _apply(rules: Mapping[str, Rule], entry: Given, everything: Mapping[str, Any
     if rule is None:
         if is_off(entry.value) and not entry.expression:
             return Nothing("not set")
-        return Missing(f"unknown key. {did_you_mean(entry.key, list(rules))}".strip())
+        return Missing(f"unknown key; {did_you_mean(entry.key, list(rules))}".strip("; "))
     if isinstance(rule, Nothing):
         return rule
     if entry.expression and entry.key in _PRECISIONS:
@@ -173,7 +187,7 @@ def _apply(rules: Mapping[str, Rule], entry: Given, everything: Mapping[str, Any
 
 
 def _keep(result: Imported, entry: Given, found: Mapping[str, Any]) -> None:
-    """Keep the options of a key. A later key does not undo what an earlier one chose, unless it is more specific."""
+    """Keep the options of a key. A later key does not override an earlier key, unless it is more specific."""
     options = options_by_name()
     texts, is_default = [], True
     for name, value in found.items():
@@ -224,5 +238,8 @@ def _add_defaults(result: Imported, everything: Mapping[str, Any]) -> None:
             value = result.tool.rates.get(options.get("recipe", "sft"), value)
         if value in (TWICE_THE_RANK, SCALE_OF_20):
             value = (2 if value == TWICE_THE_RANK else 20) * rank
+        if value == LAST_16:
+            layers = last_layers(16, everything) if has_adapter and "num_layers" not in everything else {}
+            value = layers.get("layers_to_transform") if isinstance(layers, dict) else None
         if value != known[name].default or name in presets:
             result.added[name] = value

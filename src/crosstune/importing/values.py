@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from crosstune.config.options.training import OPTIMIZERS
 from crosstune.config.peer_names import PREFERENCE_LOSSES
+from crosstune.core.names import plugin_names
 from crosstune.core.schedule import SCHEDULES
 
 Options: TypeAlias = Mapping[str, Any]
 
 
 class Nothing(str):
-    """Why there is nothing to set: the result of a run does not depend on the key."""
+    """The reason why a key sets no option: it does not affect the result of a run."""
 
 
 class Noted(dict[str, Any]):
@@ -30,11 +32,12 @@ class Missing(str):
 
 
 Found: TypeAlias = "Options | Missing | Nothing"
+OTHER_TRACKER = Missing("crosstune does not log there; `crosstune options log_to` lists the trackers")
 Convert: TypeAlias = Callable[[Any, Mapping[str, Any]], Found]
 """(value, all keys of the file) -> options."""
 
-TWICE_THE_RANK, SCALE_OF_20 = "twice the rank", "20 times the rank"
-"""Defaults that follow from the rank."""
+TWICE_THE_RANK, SCALE_OF_20, LAST_16 = "twice the rank", "20 times the rank", "the last 16 layers"
+"""Defaults that follow from the rank or the model."""
 _BY_EVALUATION = ("early_stopping_patience", "early_stopping_steps", "load_best_model_at_end")
 _IN_STEPS = "pass --eval_steps N; `crosstune plan` shows how many steps an epoch has"
 FILE_FOLDER = "folder of the file"
@@ -78,7 +81,7 @@ def off_switch(key: str) -> Convert:
     def convert(value: Any, given: Mapping[str, Any]) -> Found:
         if is_off(given.get(key)):
             return Nothing(f"{key} is off")
-        return Missing("the reference of crosstune is the model before the training")
+        return Missing("the reference of crosstune is the model before training")
 
     return convert
 
@@ -154,7 +157,7 @@ def schedule(value: Any, given: Mapping[str, Any]) -> Found:
     name = _SCHEDULES.get(str(value), str(value))
     if name in ("polynomial", "cosine_with_restarts"):
         return Missing(
-            f"--lr_scheduler {name} has power 2 or 3 cycles, transformers has 1 of them; use cosine or linear"
+            f"--lr_scheduler {name} differs: power 2 or 3 cycles, but 1 in transformers; use cosine or linear"
         )
     return (
         {"lr_scheduler": name} if name in SCHEDULES else Missing(f"use --lr_scheduler {', '.join(SCHEDULES)}")
@@ -230,10 +233,9 @@ def attention(value: Any, given: Mapping[str, Any]) -> Found:
 
 def report_to(value: Any, given: Mapping[str, Any]) -> Found:
     names = [value] if isinstance(value, str) else list(value or [])
-    known = [name for name in names if name in ("wandb", "tensorboard", "trackio")]
-    other = [name for name in names if name not in known and name not in ("none", "all")]
-    if other:
-        return Missing("use --log_to wandb, weave, trackio or tensorboard")
+    known = [name for name in names if name in plugin_names("crosstune.tracking.trackers")]
+    if set(names) - {*known, "none", "all"}:
+        return OTHER_TRACKER
     return {"log_to": ",".join(["tqdm", *known])} if known else {}
 
 
@@ -243,6 +245,14 @@ def resume(value: Any, given: Mapping[str, Any]) -> Found:
     return Missing(
         "a checkpoint of another trainer cannot be continued; start from its adapter with --base_adapter"
     )
+
+
+def auto_resume(value: Any, given: Mapping[str, Any]) -> Found:
+    """Convert resuming from a run's own checkpoints, which needs its name."""
+    if is_off(value):
+        return {}
+    name = given.get("wandb_name") or Path(str(given.get("output_dir") or "imported")).name
+    return {"resume": "auto", "name": str(name)}
 
 
 def deepspeed(value: Any, given: Mapping[str, Any]) -> Found:
@@ -270,16 +280,19 @@ def fsdp(value: Any, given: Mapping[str, Any]) -> Found:
 
 
 def no_foreign_code(value: Any, given: Mapping[str, Any]) -> Found:
-    return Nothing("code from a model's repository is never run; transformers or mlx-lm must know the model")
+    return Nothing(
+        "code from a model's repository is never run; transformers or mlx-lm must support the model"
+    )
 
 
 def targets(value: Any, given: Mapping[str, Any]) -> Found:
+    """Convert names of layers, which select by the end of full names in crosstune too, or a regex for full names."""
     if is_off(value):
         return {}
-    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
-    if names in (["all"], ["all-linear"]):
-        return {"lora_target_modules": "all"}
-    return {"lora_target_modules": ",".join(str(name).rpartition(".")[2] for name in names)}
+    names = [value] if isinstance(value, str) else [str(name) for name in value]
+    if isinstance(value, str) and not re.search(r"[()|*\[\\^$]", value):
+        names = [part.strip() for part in value.split(",")]
+    return {"lora_target_modules": "all" if names in (["all"], ["all-linear"]) else ",".join(names)}
 
 
 def init_lora(value: Any, given: Mapping[str, Any]) -> Found:

@@ -1,11 +1,10 @@
-"""Climb a ladder: check its request, measure the baseline, try each rung on top of the kept changes, and compare the
-final options with the original ones."""
+"""Climb a ladder: measure the baseline, try each rung on top of the kept changes, and compare the final options with the
+original ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from crosstune.config.load import make_config
@@ -14,7 +13,7 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.config.resolve.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.files.json_files import read_object, write_json
+from crosstune.files.json_files import read_object
 from crosstune.ladder.compare import (
     TURNS,
     Comparison,
@@ -30,64 +29,17 @@ from crosstune.ladder.rungs import all_rungs
 from crosstune.ladder.trial import Trial, Trials
 from crosstune.planner.gather import gather
 from crosstune.report.files import mapping, number
+from crosstune.runs.trials import PLACE
 
-REQUEST, STATE = "request.json", "ladder.json"
-NOT_CARRIED = ("name", "output_dir", "overwrite", "resume", "num_epochs", "max_steps", "profile")
+STATE = "ladder.json"
+NOT_CARRIED = (*PLACE, "resume", "num_epochs", "max_steps", "profile")
 """Options that trials drop; the last three return in train.yaml."""
-_PLACE = ("name", "output_dir", "overwrite")
-"""Options that do not change what a ladder measures."""
-
-
-def check_request(config: Config) -> None:
-    """Check the options as `train` does; reject --resume and --emulate."""
-    from crosstune.runs.check_request import check_plan
-    from crosstune.runs.resume import names_path
-
-    if names_path(config):
-        raise UserError(
-            f"A ladder cannot start from --resume {config.resume}.",
-            why="its trials are separate short runs, and a resumed run keeps its options.",
-            do="remove --resume, and pass the options of that run, such as with --config RUN/config.yaml",
-        )
-    if config.emulate is not None:
-        raise UserError(
-            "A ladder measures this machine, so it cannot be combined with --emulate.", do="remove it"
-        )
-    asked = {k: v for k, v in config.options_asked().items() if k not in ("name", "overwrite", "resume")}
-    check_plan(make_config(**asked))[1].raise_problems()
 
 
 def make_request(config: Config, *, rungs: Sequence[str], steps: int, goal: str) -> dict[str, Any]:
     """Return the request that identifies a ladder in its folder."""
-    options = {name: value for name, value in config.options_asked().items() if name not in _PLACE}
+    options = {name: value for name, value in config.options_asked().items() if name not in PLACE}
     return {"options": options, "rungs": list(rungs), "steps": steps, "goal": goal}
-
-
-def check_same_ladder(folder: Path, request: Mapping[str, Any]) -> None:
-    """Write the request; raise a UserError if the folder contains trials of a different request."""
-    path, again = folder / REQUEST, "use a different --name, or --overwrite true to begin again"
-    if path.is_file():
-        try:
-            before = read_object(path)
-        except UserError as error:
-            raise UserError(
-                f"The ladder in {folder} is damaged: {path.name} cannot be read.", why=error.why, do=again
-            ) from error
-        if before == dict(request):
-            return
-        if any((folder / "trials").glob("*/summary.json")):
-            old, new = ({**mapping(asked.get("options")), **asked} for asked in (before, request))
-            differing = sorted({*old, *new} - {"options"})
-            flags = ", ".join(f"--{key}" for key in differing if old.get(key) != new.get(key))
-            raise UserError(
-                f"{folder} contains a ladder for a different request.",
-                why=f"these differ: {flags}.",
-                do=again,
-            )
-    elif folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder} exists and is not a ladder.", do="use a different --name")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, dict(request))
 
 
 Outcome = Literal["kept", "rolled back", "does not apply"]
@@ -116,10 +68,10 @@ class Climbed:
 
     asked: Mapping[str, Any]
     options: Mapping[str, Any]
-    """The options to train with: the requested ones with the kept changes."""
+    """The options to train with: the requested options with the kept changes."""
     steps: Sequence[Step]
     ends: Comparison | None
-    """The original options against the final ones; None if nothing was kept."""
+    """The original options against the final options; None if nothing was kept."""
     criteria: Sequence[Criterion]
 
     def to_json(self) -> dict[str, Any]:

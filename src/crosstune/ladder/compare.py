@@ -12,7 +12,7 @@ from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
 from crosstune.checkpoint.read import newest_valid
 from crosstune.files.json_files import read_object
 from crosstune.ladder.rung import AsGood, Gain, LossPromise, SameBits
-from crosstune.ladder.trial import Trial, Trials, middle
+from crosstune.ladder.trial import Trial, Trials, median
 from crosstune.report.files import number
 
 SMALLEST_GAIN = 0.02
@@ -71,7 +71,7 @@ class Comparison:
 
     def _spread(self, rate: Callable[[Trial], float]) -> float:
         sides = [[rate(trial) for trial in side] for side in (self.base, self.new)]
-        return max((max(side) - min(side)) / max(middle(side), 1e-12) for side in sides if side)
+        return max((max(side) - min(side)) / max(median(side), 1e-12) for side in sides if side)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -140,8 +140,8 @@ def broken_promise(comparison: Comparison, promise: LossPromise) -> str:
 def _worse(comparison: Comparison, promise: AsGood) -> str:
     sides = [*comparison.base, *comparison.new]
     until = min(sum(_weights(trial)) for trial in sides)
-    before = middle([_tail(trial, promise.metric, until=until) for trial in comparison.base])
-    after = middle([_tail(trial, promise.metric, until=until) for trial in comparison.new])
+    before = median([_tail(trial, promise.metric, until=until) for trial in comparison.base])
+    after = median([_tail(trial, promise.metric, until=until) for trial in comparison.new])
     if math.isnan(before) or math.isnan(after):
         return f"{promise.metric} was not measured on both sides"
     loss = (before - after if promise.higher_is_better else after - before) / max(abs(before), 1e-12)
@@ -199,8 +199,8 @@ def _weigh(comparison: Comparison, *, gain: Gain, goal: Goal) -> Verdict:
 
 
 def _ratio(new: Sequence[float], base: Sequence[float]) -> float:
-    over = middle(base)
-    return middle(new) / over if over and not math.isnan(over) else math.nan
+    over = median(base)
+    return median(new) / over if over and not math.isnan(over) else math.nan
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def _falling(validation: Trial) -> Criterion:
     fifth = len(losses) // 5
     if not fifth:
         return Criterion(what, f"{len(losses)} steps are too few to say", "cannot say")
-    first, last = middle(losses[:fifth]), middle(losses[-fifth:])
+    first, last = median(losses[:fifth]), median(losses[-fifth:])
     return Criterion(what, f"{first:.4f} -> {last:.4f}", _answer(last < first))
 
 

@@ -1,44 +1,36 @@
-"""Run trials in child processes, and read their measurements."""
+"""Run the trials of a ladder, and read their measurements."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from crosstune.core.errors import EXIT_STOPPED, UserError
 from crosstune.core.events import NonFinite
-from crosstune.distributed.attempts import signal_name
-from crosstune.files.atomic_files import remove_folder, write_text
-from crosstune.files.run_lock import is_held
+from crosstune.files.atomic_files import remove_folder
 from crosstune.files.yaml_files import read_yaml
 from crosstune.report.files import RunFiles, load_run, number
+from crosstune.runs.trials import (
+    TrialProcess,
+    log_of,
+    options_file,
+    ran_out_of_memory,
+    wait_until_free,
+    why_ended,
+)
 
 SLOWEST_LEFT_OUT = 0.1
 """Fraction of the measured steps that is dropped: the slowest, while another process had the machine."""
-FEWEST_TO_DROP_FROM = 5
-"""Measured steps below which none is dropped."""
-TAIL_LINES = 8
+MIN_TO_DROP_FROM = 5
+"""With fewer measured steps, none is dropped."""
 _NOT_IN_JSON = ("warmup", "rows", "on_one_cpu")
 Status = Literal["finished", "out_of_memory", "failed", "too_slow"]
-# Run `crosstune` in a process that exits with the ladder; the first argument is the ladder's process id.
-FOLLOWING = """
-import runpy, sys
-from crosstune.distributed.launch import follow
-follow(int(sys.argv.pop(1)))
-runpy.run_module("crosstune", run_name="__main__", alter_sys=True)
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +66,7 @@ class Trial:
 
     def _rate(self, spent: str) -> float:
         measured = sorted(self.rows[self.warmup :], key=lambda row: number(row.get(spent)) or 0.0)
-        dropped = math.ceil(len(measured) * SLOWEST_LEFT_OUT) if len(measured) >= FEWEST_TO_DROP_FROM else 0
+        dropped = math.ceil(len(measured) * SLOWEST_LEFT_OUT) if len(measured) >= MIN_TO_DROP_FROM else 0
         kept = measured[: len(measured) - dropped]
         seconds = sum(number(row.get(spent)) or 0.0 for row in kept)
         return sum(number(row.get("tokens")) or 0.0 for row in kept) / seconds if seconds else 0.0
@@ -105,26 +97,14 @@ class Trials:
         """Train `steps` steps with the options; `more` are options of this trial only."""
         folder = self.folder / name
         asked = {**options, **self._fixed(name), **more}
-        self._wait_for_leftover(folder)
+        wait_until_free(folder, limit_s=self.limit_s, should_stop=self.should_stop)
         if (done := self.read_finished(folder, asked)) is not None:
             return done
         if folder.exists():
             remove_folder(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / f"{name}.yaml"
-        write_text(file, yaml.safe_dump(asked, sort_keys=False, allow_unicode=True))
-        begun, log = time.monotonic(), self.folder / f"{name}.log"
-        words = [str(os.getpid()), "train", "--config", str(file)]
-        code = self._wait([sys.executable, "-c", FOLLOWING, *words], log)
-        return self._read(name, code=code, seconds=time.monotonic() - begun, log=log)
-
-    def _wait_for_leftover(self, folder: Path) -> None:
-        """Wait for a trial of a killed ladder that still writes into its folder."""
-        ends_at = time.monotonic() + self.limit_s
-        while is_held(folder) and time.monotonic() < ends_at:
-            if self.should_stop():
-                raise KeyboardInterrupt
-            time.sleep(0.1)
+        begun = time.monotonic()
+        code = self._wait(TrialProcess(folder, asked))
+        return self._read(name, code=code, seconds=time.monotonic() - begun)
 
     def _fixed(self, name: str) -> dict[str, Any]:
         """Return the options that are the same in every trial."""
@@ -141,39 +121,22 @@ class Trials:
             "log_to": "stdout",
         }
 
-    def _wait(self, command: list[str], log: Path) -> int | None:
-        """Return the exit code of a command; None if it exceeded `limit_s`. Raise KeyboardInterrupt on a stop."""
-        log.unlink(missing_ok=True)
-        with log.open("wb") as out:
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                ends_at = time.monotonic() + self.limit_s
-                while child.poll() is None:
-                    if self.should_stop():
-                        raise KeyboardInterrupt
-                    if time.monotonic() > ends_at:
-                        return None
-                    time.sleep(0.1)
-                return child.returncode
-            finally:
-                if child.poll() is None:
-                    child.terminate()
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        child.wait(20)
-                    child.kill()
-                    child.wait()
+    def _wait(self, process: TrialProcess) -> int | None:
+        """Return the exit code of a trial; None if it exceeded `limit_s`. Raise KeyboardInterrupt on a stop."""
+        ends_at = time.monotonic() + self.limit_s
+        try:
+            while (code := process.code) is None and time.monotonic() <= ends_at:
+                if self.should_stop():
+                    raise KeyboardInterrupt
+                time.sleep(0.1)
+            return code
+        finally:
+            process.end()
 
     def read_finished(self, folder: Path, asked: Mapping[str, Any]) -> Trial | None:
         """Return a trial that finished earlier with the same options and intact files."""
-        file = folder.parent / f"{folder.name}.yaml"
         try:
-            before = read_yaml(file)
+            before = read_yaml(options_file(folder))
             run = load_run(folder)
         except (OSError, UserError):
             return None
@@ -181,16 +144,16 @@ class Trials:
         if before != dict(asked) or damaged or run.summary.get("status") != "finished":
             return None
         seconds = number(run.summary.get("seconds")) or 0.0
-        found = self._read(folder.name, code=0, seconds=seconds, log=folder)
+        found = self._read(folder.name, code=0, seconds=seconds)
         return found if found.finished else None
 
-    def _read(self, name: str, *, code: int | None, seconds: float, log: Path) -> Trial:
+    def _read(self, name: str, *, code: int | None, seconds: float) -> Trial:
         folder, run = self.folder / name, RunFiles(folder=self.folder / name)
         with contextlib.suppress(UserError):  # it failed before it had a folder
             run = load_run(folder)
         if code == EXIT_STOPPED and self.should_stop():
             raise KeyboardInterrupt
-        status, error = self._judge(code, log, run)
+        status, error = self._judge(code, run)
         return Trial(
             name=name,
             status=status,
@@ -203,7 +166,7 @@ class Trials:
             on_one_cpu=run.plan.get("backend") == "cpu" and run.plan.get("world_size") == 1,
         )
 
-    def _judge(self, code: int | None, log: Path, run: RunFiles) -> tuple[Status, str]:
+    def _judge(self, code: int | None, run: RunFiles) -> tuple[Status, str]:
         """Return the status of a trial, and why it did not finish."""
         if code is None:
             return "too_slow", f"it ran longer than {self.limit_s:g} s and was stopped"
@@ -211,18 +174,10 @@ class Trials:
             if len(run.metrics) >= self.steps:
                 return "finished", ""
             return "failed", f"it ended after {len(run.metrics)} of {self.steps} steps"
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-        said = [line.strip() for line in lines if line.strip()][-TAIL_LINES:]
-        ended = " ".join(str(event.get("error", "")) for event in run.events if event.get("kind") == "failed")
-        status: Status = "out_of_memory" if "memory" in ended.lower() else "failed"
-        how = f"exit code {code}"
-        if code < 0:
-            how = f"killed by {signal_name(-code)}"
-            if -code == signal.SIGKILL:
-                how += ", as the system does when memory runs out"
-        return status, f"{how}: {' / '.join(said)}" if said else f"{how}, without output"
+        status: Status = "out_of_memory" if ran_out_of_memory(run.events) else "failed"
+        return status, why_ended(code, log_of(run.folder))
 
 
-def middle(values: Sequence[float]) -> float:
+def median(values: Sequence[float]) -> float:
     """Return the median; NaN if there are no values."""
     return statistics.median(values) if values else math.nan

@@ -19,7 +19,7 @@ class DeferredErrors:
         self.problem: UserError | None = None
 
     def keep(self, error: UserError) -> None:
-        """Raise an error at the next collective on every rank, or at once in a single-process run."""
+        """Raise an error at the next collective on every rank, or immediately in a single-process run."""
         if self.group.ranks.size == 1:
             raise error
         self.problem = self.problem or error
@@ -38,7 +38,9 @@ class DeferredErrors:
         if self.group.any(self.problem is not None):
             problem, self.problem = self.problem, None
             fields = [problem.message, problem.why, problem.do] if problem is not None else []
-            shared = json.loads(self.group.share(json.dumps([isinstance(problem, RecordFailed), *fields])))
+            shared = json.loads(
+                self.group.broadcast(json.dumps([isinstance(problem, RecordFailed), *fields]))
+            )
             raise problem or _error_of_rank_0(*shared)
         return True
 
@@ -47,7 +49,7 @@ class DeferredErrors:
         self.any(False)
 
 
-class KeepingErrors:
+class DeferringObserver:
     """An observer that defers the errors of a run's record."""
 
     def __init__(self, observer: Observer, deferred: DeferredErrors) -> None:

@@ -118,7 +118,7 @@ class StepProfile:
         if what == "last":
             self._end_cycle()
 
-    def took(self, step_s: float) -> None:
+    def note_step_time(self, step_s: float) -> None:
         """Note the time of a step that was not recorded, to compare with recorded steps."""
         if self.phase is no_phase and self._place > 1:
             self.other_steps_s.append(step_s)
@@ -145,8 +145,8 @@ class StepProfile:
             return
         count = sum(step >= first for step in self.clock.steps)
         evaluating: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if count > FEW_STEPS:  # it takes up to a second per step: a checkpoint cannot wait for it
-            evaluating = self.stop.droppable()
+        if count > FEW_STEPS:  # up to a second per step is too long before the checkpoint of a stop
+            evaluating = self.stop.interruptible()
             message = f"evaluating the profile of {count} steps: this may take a second for each step"
             self.observer.on_event(Warned(message=message, step=first))
         try:

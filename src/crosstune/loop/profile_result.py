@@ -18,8 +18,8 @@ from crosstune.core.profiling import EVALUATION, PHASES, Limits, Recorded
 from crosstune.files.atomic_files import write_bytes, write_text
 from crosstune.files.json_files import write_json
 
-MOST_OPERATORS = 15
-MOST_TIMES = 400
+MAX_OPERATORS = 15
+MAX_TIMES = 400
 TABLE, RESULT = "profile.txt", "profile.json"
 
 
@@ -135,13 +135,13 @@ def _operators(recorded: Sequence[Recorded], count: int) -> list[dict[str, Any]]
             "memory_bytes": memory / count,
         }
         for (name, shapes), (calls, seconds, memory) in sorted(sums.items(), key=lambda item: -item[1][1])
-    ][:MOST_OPERATORS]
+    ][:MAX_OPERATORS]
 
 
 def _timeline(recorded: Sequence[Recorded]) -> list[tuple[float, int]]:
     """Return the allocated bytes during the first cycle, downsampled to the maximum of each interval."""
     points = next((list(each.memory_timeline) for each in recorded if each.memory_timeline), [])
-    size = -(-len(points) // MOST_TIMES) or 1
+    size = -(-len(points) // MAX_TIMES) or 1
     stretches = [points[start : start + size] for start in range(0, len(points), size)]
     return [max(stretch, key=lambda point: point[1]) for stretch in stretches]
 
@@ -172,20 +172,20 @@ def profile_lines(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the table."""
     steps, step_s = result["steps"], result["step_s"]
     numbers = f"{steps[0]} to {steps[-1]}" if len(steps) > 6 else ", ".join(map(str, steps))
-    yield f"Profile of {len(steps)} step{'s' * (len(steps) != 1)} ({numbers}): {_time(step_s)} a step"
+    yield f"Profile of {len(steps)} step{'s' * (len(steps) != 1)} ({numbers}): {_time(step_s)} per step"
     yield ""
     for name, phase in result["phases"].items():
         bar = "#" * round(40 * phase["share"])
         yield f"  {name:<21}{_time(phase['seconds']):>10}  {phase['share']:>6.1%}  {bar}".rstrip()
     if result["evaluation_s"]:
-        yield f"  evaluation, not counted above: {_time(result['evaluation_s'])} a step"
+        yield f"  evaluation, not counted above: {_time(result['evaluation_s'])} per step"
     if result["communication_s"]:
-        yield f"  collectives, in any phase: {_time(result['communication_s'])} a step"
+        yield f"  collectives, in any phase: {_time(result['communication_s'])} per step"
     yield ""
     yield from _limit_lines(result)
     if result["operators"]:
         yield ""
-        yield "  operator                                        time   share   calls a step"
+        yield "  operator                                        time   share  calls per step"
         for each in result["operators"]:
             # The end of a long name distinguishes it.
             name = each["name"] if len(each["name"]) <= 40 else f"…{each['name'][-39:]}"
@@ -199,17 +199,17 @@ def _limit_lines(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"  device busy      {result['device_busy_share']:.1%} of the step"
     yield f"  CPU              {result['cores_busy']:.1f} of {result['num_cores']} cores busy"
     if others := result["other_steps_s"]:
-        yield f"  recording        other steps take {_time(others)} (median, without data and checkpoints)"
+        yield f"  recording        unrecorded steps: {_time(others)} (median, without data and checkpoints)"
     if result["flops"]:
         rate = result["flops"] / result["step_s"]
-        yield f"  matrix products  {_si(result['flops'])}FLOP a step, {_si(rate)}FLOP/s"
+        yield f"  matmuls          {_si(result['flops'])}FLOP per step, {_si(rate)}FLOP/s"
     if limits := result["limits"]:
         yield (
-            f"  measured limits  {_si(limits['flops_per_s'])}FLOP/s in {limits['dtype']} products, "
+            f"  measured limits  {_si(limits['flops_per_s'])}FLOP/s in {limits['dtype']} matmuls, "
             f"{_si(limits['bytes_per_s'])}B/s of memory"
         )
     if result["limit_share"] is not None:
-        yield f"  share of limit   {result['limit_share']:.1%} of the measured rate of matrix products"
+        yield f"  share of limit   {result['limit_share']:.1%} of the measured matmul rate"
 
 
 def _time(seconds: float) -> str:

@@ -49,7 +49,7 @@ class Progress:
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """95 % intervals of the last evaluation."""
     verdicts: dict[str, str] = field(default_factory=dict)
-    """Problem -> a sentence with what to do, of recipes that give verdicts."""
+    """Problem -> advice, for recipes that give verdicts."""
 
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     """The changes that this process made after running out of memory."""
@@ -150,7 +150,7 @@ def best_step(evaluations: Losses) -> int | None:
 
 def stops_early(evaluations: Losses, *, patience: int) -> bool:
     """Return True if the last `patience` evaluations brought no improvement; never if `patience` is 0."""
-    best = best_step(evaluations) or 0  # without a finite loss, none improved on the start
+    best = best_step(evaluations) or 0  # without a finite loss there is no improvement
     return patience > 0 and sum(step > best for step in evaluations) >= patience
 
 

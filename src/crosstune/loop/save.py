@@ -151,7 +151,8 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the write in progress and report it; raise or defer its error if the run stops on save errors."""
+        """Wait for the write in progress and report its result. If the run stops on save errors, raise a failed save, now or at
+        the next collective."""
         writing, self._writing = self._writing, None
         if writing is None:
             return

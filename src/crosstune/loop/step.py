@@ -35,7 +35,7 @@ class LossScale:
             self.factor = START
 
     def shrink(self) -> bool:
-        """Halve the factor for another try of the step; return False if it is at its minimum."""
+        """Halve the factor to retry the step; return False if it is at its minimum."""
         if not self.enabled or self.factor <= SMALLEST:
             return False
         self.factor /= 2

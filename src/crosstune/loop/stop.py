@@ -8,11 +8,11 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from crosstune.process.this_process import taken_signals
+from crosstune.process.this_process import handled_signals
 
 
 class StopRequested(Exception):
-    """Raised where work can be interrupted without loss, such as in an evaluation."""
+    """Raised during work that can be interrupted without loss, such as an evaluation."""
 
 
 class StopSignal:
@@ -37,7 +37,7 @@ class StopSignal:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        previous = {number: signal.signal(number, self._on_signal) for number in taken_signals()}
+        previous = {number: signal.signal(number, self._on_signal) for number in handled_signals()}
         try:
             yield self
         finally:
@@ -45,7 +45,7 @@ class StopSignal:
                 signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def droppable(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """Raise StopRequested as soon as a signal arrives. The context must not change the model."""
         if self.shared:
             yield

@@ -123,7 +123,7 @@ class Training:
         return self.checkpoints.deferred
 
     def _can_save_after(self, error: BaseException) -> bool:
-        """Return True if the state can be exported: a sharded state needs every rank, and not all errors reach all."""
+        """Return True if the state can be exported: a sharded state needs every rank, but an error may occur on one rank only."""
         return not is_divided(self.session) or isinstance(error, (NonFiniteError, RecordFailed))
 
     def _run(self, num_steps: int) -> None:
@@ -212,7 +212,7 @@ class Training:
     def _saving_on_error(self) -> Iterator[None]:
         """Write a checkpoint if the recipe raises: the weights of the last completed step are intact.
 
-        Not if the run keeps none, nor if the state is sharded: the other ranks keep training.
+        Skipped if the run keeps no checkpoints, or if the state is sharded, since the other ranks keep training.
         """
         try:
             yield
@@ -260,7 +260,7 @@ class Training:
             return False
         step_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
         if self.profile is not None:
-            self.profile.took(step_s)
+            self.profile.note_step_time(step_s)
         memory = self.session.memory()
         self.progress.add(result, step_s=step_s, memory=memory)
         row: dict[str, Any] = {
@@ -276,6 +276,8 @@ class Training:
             "memory_bytes": memory.used_bytes,
             **(result.metrics if result else {"skipped": True}),
         }
+        if (epoch := self.recipe.position(step + 1).get("epochs_done")) is not None:
+            row["epoch"] = epoch
         self.observer.on_step(cast(StepMetrics, row))  # plus the recipe's weight and the task's metrics
         if result is not None and isinstance(self.recipe, GivesVerdicts):
             self._give_verdicts(self.recipe.judge_step(step + 1, result))
@@ -322,7 +324,7 @@ class Training:
         self._stop_together()
         self._start("evaluation")
         self.observer.on_event(EvaluationStarted(step=step, when=when))
-        with self._phase(EVALUATION), self._saving_on_error(), self.stop.droppable():
+        with self._phase(EVALUATION), self._saving_on_error(), self.stop.interruptible():
             while (evaluation := self._try_to_evaluate()) is None:
                 self._adopt_smaller()
         if not evaluation.metrics:

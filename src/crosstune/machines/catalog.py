@@ -1,4 +1,4 @@
-"""Derive profiles of common machines from the bundled ones: other devices, other memory, several devices."""
+"""Derive profiles of common machines from the bundled profiles: other devices, other memory, several devices."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _PROFILES = Path(__file__).parent / "profiles"
 
 
 def probe_machine(*, backends: Sequence[str] | None = None, quantizers: Sequence[str] = ()) -> Machine:
-    """Probe all backends or the given ones, and `quantizers`, whose libraries are imported."""
+    """Probe all backends or the given backends, and `quantizers`, whose libraries are imported."""
     specs = backend_specs()
     for name in backends or ():
         if name not in specs:

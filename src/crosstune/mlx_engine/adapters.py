@@ -83,11 +83,11 @@ class AdaptedLinear(nn.Module):
 
     @property
     def start(self) -> tuple[Array, Array] | None:
-        """The first A and B if the base was reduced by them."""
+        """The initial A and B if they were subtracted from the base."""
         return self._start[0] if self._start else None
 
     def original(self) -> nn.Module | mx.array:
-        """Return the base, or its weight before it was reduced."""
+        """Return the base, or its weight before the initial adapter was subtracted."""
         if self.start is None:
             return self.base
         a, b = map(mx.array, self.start)

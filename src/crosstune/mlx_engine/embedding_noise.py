@@ -17,7 +17,7 @@ NOISE = ("noise_keys", "noise_scales")
 
 @contextlib.contextmanager
 def noisy_embeddings(model: Any, arrays: Mapping[str, mx.array]) -> Iterator[None]:
-    """Add noise to the first layer's input, where some models have scaled the embeddings; do nothing without keys."""
+    """Add noise to the first layer's input, which some models scale first; do nothing without keys."""
     if NOISE[0] not in arrays:
         yield
         return

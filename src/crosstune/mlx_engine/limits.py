@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import mlx.core as mx
+import psutil
 
 from crosstune.config.mlx_settings import MlxSettings
 from crosstune.core import out_of_memory
@@ -34,6 +35,14 @@ def set_limits(settings: MlxSettings) -> None:
 
 def read_memory() -> Memory:
     return Memory(used_bytes=mx.get_active_memory(), peak_bytes=mx.get_peak_memory())
+
+
+def free_memory() -> int:
+    """Return the bytes that new arrays may use."""
+    info = (mx.device_info if hasattr(mx, "device_info") else mx.metal.device_info)()
+    largest = int(info.get("max_recommended_working_set_size") or 0)
+    unused = psutil.virtual_memory().available
+    return min(unused, largest - mx.get_active_memory()) if largest else unused
 
 
 def memory_errors(*, doing: str = out_of_memory.STEP) -> contextlib.AbstractContextManager[None]:

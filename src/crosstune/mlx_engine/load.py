@@ -21,7 +21,7 @@ from crosstune.files.safetensors_header import read_header
 from crosstune.mlx_engine.adapters import linear_layers
 from crosstune.mlx_engine.quant.mlx import check_form
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape, quantize_layers
-from crosstune.models.config_spelling import spell_config
+from crosstune.models.config_aliases import add_config_aliases
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.weights import read_rows
@@ -56,7 +56,7 @@ def read_model(folder: Path, config: Mapping[str, Any], *, strict: bool = True) 
     from mlx_lm.utils import load_model as load
 
     with readable_errors(folder):
-        return load(folder, lazy=True, strict=strict, model_config=spell_config(dict(config)))[0]
+        return load(folder, lazy=True, strict=strict, model_config=add_config_aliases(dict(config)))[0]
 
 
 def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantization | None:

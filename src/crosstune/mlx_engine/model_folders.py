@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.convert import convert
 from mlx_lm.utils import dequantize_model
+from numpy.typing import NDArray
 
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
@@ -38,8 +39,9 @@ from crosstune.mlx_engine.load import (
 from crosstune.mlx_engine.quant import mlx as quant_limits
 from crosstune.mlx_engine.quantized import dense_weight
 from crosstune.mlx_engine.save_model import save_arrays, save_model
+from crosstune.mlx_engine.wrap_call import wrap_call
 from crosstune.models.adapter_files import copy_tokenizer
-from crosstune.models.config_spelling import respell_folder
+from crosstune.models.config_aliases import add_folder_aliases
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.quantized_folder import read_quantization
@@ -58,6 +60,7 @@ class MlxFolders:
 
     reader = "mlx-lm"
     own_quantizer: str | None = "mlx"
+    reads_gguf = False
     folds_sessions = True
 
     def check_adapter(self, weights: DenseWeights) -> None:
@@ -70,10 +73,7 @@ class MlxFolders:
 
     def logits(self, folder: Path, prompts: Prompts, *, gguf: str | None = None) -> Logits:
         assert gguf is None, "mlx-lm does not read GGUF files"
-        model: Any = load(str(folder))[0]
-        if mx.default_device() == mx.Device(mx.cpu):  # its kernels need minutes for other formats
-            model = dequantize_model(model)
-            model.set_dtype(mx.float32)
+        model = _load(folder)
         with readable_errors(folder):
             return [np.array(model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
 
@@ -81,6 +81,28 @@ class MlxFolders:
         config = read_config_json(folder)
         check_type(folder, config)  # quantized weights may be converted first
         return ignored_window(config)
+
+    def input_squares(
+        self, folder: Path, rows: Prompts, *, show: Callable[[int, int], None]
+    ) -> dict[str, NDArray[np.float32]]:
+        model, sums = _load(folder), dict[str, mx.array]()
+
+        def watch(name: str) -> Callable[..., Any]:
+            def add(call: Callable[..., Any], module: nn.Module, inputs: mx.array) -> Any:
+                squares = mx.square(inputs.astype(mx.float32)).reshape(-1, inputs.shape[-1]).sum(0)
+                sums[name] = sums[name] + squares if name in sums else squares
+                return call(inputs)
+
+            return add
+
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                wrap_call(module, watch(name))
+        for done, row in enumerate(rows, start=1):
+            mx.eval(model(mx.array([list(row)])), sums)
+            show(done, len(rows))
+        count = sum(map(len, rows))
+        return {name: np.array(total / count) for name, total in sums.items()}
 
     def variant_logits(
         self, folder: Path, prompts: Prompts, variants: Mapping[str, DenseWeights]
@@ -162,6 +184,14 @@ class MlxFolders:
         return warnings
 
 
+def _load(folder: Path) -> Any:
+    model: Any = load(str(folder))[0]
+    if mx.default_device() == mx.Device(mx.cpu):  # its kernels need minutes for other formats
+        model = dequantize_model(model)
+        model.set_dtype(mx.float32)
+    return model
+
+
 def _check_groups(folder: Path, group_size: int) -> list[str]:
     """Return a warning about layers whose rows the group size does not divide; raise if these are all layers."""
     modules = (module for _, module in read_model(folder, read_config_json(folder)).named_modules())
@@ -232,5 +262,5 @@ def make_view(source: Path, view: Path) -> Path:
         if path.is_file() and path.name != CONFIG:
             (view / path.name).symlink_to(path.resolve())
     (view / CONFIG).write_bytes((source / CONFIG).read_bytes())
-    respell_folder(view)
+    add_folder_aliases(view)
     return view

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from crosstune.core.model_folders import OnBytes
 from crosstune.files.json_files import write_json
 from crosstune.models.adapter_files import copy_tokenizer
-from crosstune.models.config_spelling import spell_config
+from crosstune.models.config_aliases import add_config_aliases
 from crosstune.models.folder import read_config_json
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.weights import write_shards
@@ -39,7 +39,7 @@ def save_arrays(
     _save_shards(folder, tensors, on_write)
     read = read_config_json(base).items()
     config = {key: value for key, value in read if not key.startswith("quantization")}
-    write_json(folder / CONFIG, spell_config(config) | {"dtype": dtype, "torch_dtype": dtype})
+    write_json(folder / CONFIG, add_config_aliases(config) | {"dtype": dtype, "torch_dtype": dtype})
     copy_tokenizer(base, folder)
 
 

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from crosstune.core.answers import Answer
 from crosstune.core.events import check_known_metrics
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import EVALUATING, GENERATING, STEP, UPDATING, OutOfMemory
@@ -36,7 +37,7 @@ from crosstune.core.protocols import (
 )
 from crosstune.core.weights import check_fit, kept_moments
 from crosstune.mlx_engine.adapters import AdaptedLinear, name_targets
-from crosstune.mlx_engine.generate import generate
+from crosstune.mlx_engine.generate import sample
 from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, read_memory
 from crosstune.mlx_engine.load import DTYPES
@@ -367,9 +368,14 @@ class TextSession(MlxSession):
         return (self.group or SingleProcess()).gather_vectors(found)
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-        """Call mlx_engine.generate.generate with the model."""
+        return [answer.content for answer in self.sample(prompts, **options)]
+
+    def sample(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
+        """Call mlx_engine.generate.sample with the model."""
         with memory_errors(doing=GENERATING):
-            return generate(self.model, prompts, **options)
+            found = sample(self.model, prompts, **options)
+        mx.clear_cache()
+        return found
 
     @property
     def _language_task(self) -> CausalLM:

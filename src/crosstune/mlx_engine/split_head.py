@@ -21,7 +21,7 @@ class SplitHead:
     """A model split into a body, which computes hidden states, and a head, which turns each of them into logits.
 
     Models of mlx-lm are a single call, so the body's call is wrapped: it captures its hidden states, or returns given
-    ones. MLX is lazy, so the unused part is never computed.
+    states. MLX is lazy, so the unused part is never computed.
     """
 
     def __init__(self, model: Any, body: nn.Module) -> None:

@@ -34,7 +34,7 @@ def recompute_in_backward(layer: nn.Module, *, random: bool = False) -> None:
 
 
 def _checkpointed_random(call: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Seed the generator in the same way for both calls of the layer, and anew for the layers after it."""
+    """Seed the generator identically for both calls of the layer, and with a new seed for the layers after it."""
     drawn: Any = mx.random.randint(0, 2**31 - 1, (2,)).tolist()
     seed, following = drawn
 

@@ -207,7 +207,7 @@ def choose_saved(
             modules = sorted({name.split(".")[-2] for name in (*parameters, *tied) if "." in name})
             raise UserError(
                 f"--modules_to_save {part[:200]} matches no module of this model.",
-                do=f"use names among those of {model}: {', '.join(modules)[:400]}",
+                do=f"use modules of {model}: {', '.join(modules)[:400]}",
             )
         covered = [name for name in adapted if any(p.startswith(f"{name}.") for p in found)]
         if covered:
@@ -221,7 +221,7 @@ def choose_saved(
 
 
 def token_parameters(shapes: Mapping[str, Sequence[int]], num_rows: int) -> list[str]:
-    """Return the parameters with one row per token: embedding, output head and its bias; not those of blocks."""
+    """Return the parameters with one row per token: embedding, output head and its bias; without parameters of blocks."""
     return [
         name
         for name, shape in shapes.items()
@@ -239,7 +239,7 @@ def saved_modules(config: Config, shapes: Mapping[str, Sequence[int]], num_rows:
 
 
 def name_saved(parameters: Sequence[str], modules: Iterable[str]) -> list[str]:
-    """Return PEFT's modules_to_save for trained parameters: short names where they match no other module.
+    """Return PEFT's modules_to_save for trained parameters: short names if they match no other module.
 
     PEFT compares the ends of names, even within a word: norm matches input_layernorm too.
     """
@@ -308,8 +308,8 @@ def _short_names(adapted: Sequence[str], bare: Sequence[str], *, num_parts: int 
 
 
 def _only_blocks(adapted: Sequence[str], bare: Sequence[str]) -> list[int] | None:
-    """Return the blocks of the adapted layers if block and last name tell them from the layers without an adapter, as
-    PEFT's layers_to_transform needs; None if the last names suffice or do not."""
+    """Return the blocks of the adapted layers for PEFT's layers_to_transform, if block and last name distinguish them from
+    the layers without an adapter; None if last names alone suffice, or if both do not."""
     kinds = {name.rpartition(".")[2] for name in adapted}
     alike = [name for name in bare if name.rpartition(".")[2] in kinds]
     blocks = {_block(name) for name in adapted}

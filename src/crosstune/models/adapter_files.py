@@ -87,8 +87,8 @@ def save_adapter(
     """Write an adapter folder. `tensors` are in fp32, by canonical name; `base_name` is the base's hub id, if any;
     `record`, with the base's identity and quantization, goes into crosstune.json.
 
-    `starts` has the first A and B of layers whose base was reduced by them (PiSSA). They are subtracted from the adapter,
-    which then has twice the rank, so that it belongs to the unchanged base.
+    `starts` has the initial A and B of layers where they were subtracted from the base (PiSSA). They are subtracted from the
+    adapter too, which then has twice the rank, so that it belongs to the unchanged base.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if starts:
@@ -197,7 +197,7 @@ def load_adapter(
 def without_tied(
     folder: Path, tensors: Mapping[str, Array], settings: Mapping[str, Any], *, tied: Mapping[str, str]
 ) -> dict[str, Array]:
-    """Return the tensors without copies of shared ones, such as the head of a tied model; raise if the adapter trained
+    """Return the tensors without copies of shared tensors, such as the head of a tied model; raise if the adapter trained
     them separately."""
     if not settings.get("ensure_weight_tying") and any(
         name in tensors for name in (*tied.keys(), *tied.values())

@@ -19,11 +19,12 @@ from crosstune.files.json_fields import OBJECT, TEXT, map_of, object_with, whole
 from crosstune.files.json_files import read_object, write_json
 from crosstune.files.paths import CACHE_VARIABLE, cache_base
 from crosstune.files.plain_files import UnreadableFile
+from crosstune.models.file_hashes import check_checksums
 from crosstune.models.staged import Progress, disk_space, silent
 
 MARKER = "crosstune.json"
 LAYOUT = 1
-"""Increase when models are made differently, so that cached models are made again."""
+"""Increase when models are made differently, so that cached models are rebuilt."""
 _MARKER_FIELDS = {
     "files": map_of(object_with({"bytes": whole(0)})),
     "source": OBJECT,
@@ -92,7 +93,8 @@ def install(
 
 
 def check(folder: Path, *, source: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the problems of a cached model: its marker, the sizes of its files and, if given, its source."""
+    """Return the problems of a cached model: its marker and the sizes of its files; if its source is given, also that and
+    the hashes, if it has them."""
     marker = _read_marker(folder)
     if marker is None:
         return [f"{MARKER} is missing or unreadable"]
@@ -105,6 +107,11 @@ def check(folder: Path, *, source: Mapping[str, Any] | None = None) -> list[str]
         path = folder / name
         if not path.is_file() or path.stat().st_size != facts["bytes"]:
             problems.append(f"{name} is missing or incomplete")
+    if source is not None and not problems:
+        try:
+            check_checksums(folder)
+        except UserError as error:
+            problems.append(error.why.rstrip("."))
     return problems
 
 

@@ -46,7 +46,7 @@ _SETTINGS = (
     "added_tokens.json",
 )
 """Other files that libraries read."""
-_MOST_WEIGHTS_PER_BYTE = 16
+_MAX_WEIGHTS_PER_BYTE = 16
 _SPARE_WEIGHTS = 10_000_000
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -100,7 +100,7 @@ def check_folder(folder: Path) -> None:
     for path in files:
         read_header(path)
     shape, num_bytes = config_shape(config), sum(path.stat().st_size for path in files)
-    if shape is not None and shape.num_parameters > _MOST_WEIGHTS_PER_BYTE * num_bytes + _SPARE_WEIGHTS:
+    if shape is not None and shape.num_parameters > _MAX_WEIGHTS_PER_BYTE * num_bytes + _SPARE_WEIGHTS:
         raise UnreadableFile(  # a library would allocate a model far larger than its files
             folder / CONFIG,
             f"its sizes mean about {shape.num_parameters:,} weights, and the weight files have {num_bytes:,} bytes",

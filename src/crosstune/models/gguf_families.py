@@ -43,12 +43,15 @@ _GRANITE_SCALES = {
     "logits_scaling": "logit_scale",
 }
 _RENAMED = {"num_experts": "num_local_experts", "hidden_activation": "hidden_act"}
+_OTHER_FORMAT = (
+    "use the format of transformers: export --to hf, serve --engine transformers, push --what merged"
+)
 _EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family: its architecture in llama.cpp, and how its folder differs from what llama.cpp expects."""
+    """A model family: its architecture in llama.cpp, and the differences between its folder and llama.cpp's conventions."""
 
     arch: str
     activation: str = "silu"
@@ -145,7 +148,7 @@ FAMILIES: dict[str, Family] = {
 """model_type of config.json -> family."""
 
 
-def unsupported(folder: Path, why: str, *, do: str = "use --to hf and llama.cpp's converter") -> UserError:
+def unsupported(folder: Path, why: str, *, do: str = _OTHER_FORMAT) -> UserError:
     return UserError(f"The model in {folder} cannot be written as GGUF.", why=f"{why}.", do=do)
 
 
@@ -338,7 +341,7 @@ def _name_table(family: Family, config: Config) -> Any:
 
 
 def _groups(stored: Mapping[str, StoredArray]) -> dict[str, tuple[str, ...]]:
-    """Return name -> weights: one each, all experts of a projection together, and fused gates and ups apart."""
+    """Return name -> weights: one weight each, the experts of a projection together, fused gates and ups separately."""
     groups: dict[str, tuple[str, ...]] = {}
     experts: dict[str, dict[int, str]] = {}
     for name in sorted(stored):
@@ -391,7 +394,7 @@ def _extra_tensors(config: Config) -> Iterator[Planned]:
 
 
 def _llama3_factors(rope: Mapping[str, Any], width: int) -> NDArray[np.float64]:
-    """Return the divisor of each frequency: 1 for short wavelengths, `factor` for long ones, between them a mix."""
+    """Return the divisor of each frequency: 1 for short wavelengths, `factor` for long wavelengths, interpolated in between."""
     frequencies = rope["rope_theta"] ** -(np.arange(0, width, 2) / width)
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]

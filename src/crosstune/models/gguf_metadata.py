@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from pathlib import Path
@@ -22,11 +23,29 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Token types."""
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _STRING, _ARRAY = 8, 9
-_ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_ITEMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Type of a number -> its letter in `struct`."""
+_TENSORS = {
+    0: (1, 4),
+    1: (1, 2),
+    30: (1, 2),
+    2: (32, 18),
+    3: (32, 20),
+    6: (32, 22),
+    7: (32, 24),
+    8: (32, 34),
+    10: (256, 84),
+    11: (256, 110),
+    12: (256, 144),
+    13: (256, 176),
+    14: (256, 210),
+}
+"""Type of a tensor -> the weights and bytes of a block: F32, F16 and BF16; Q4_0 to Q8_0; Q2_K to Q6_K."""
 _COUNT_LIMIT = 65_536
 _ENTRIES_LIMIT = 4_000_000
 """Limit for all arrays together; the gguf package makes an object for each entry."""
 _STRING_LIMIT = 16 << 20
+_MOST_DIMS, _ALIGNMENT = 8, 32
 
 
 class BadGguf(UnreadableFile):
@@ -35,25 +54,26 @@ class BadGguf(UnreadableFile):
     problem = "is not a complete GGUF file"
 
 
-def check_header(path: Path) -> None:
-    """Raise BadGguf if the header is invalid or declares a string or array that does not fit in the file."""
+def check_header(path: Path) -> dict[str, Any]:
+    """Return the numbers and texts of a header. Raise BadGguf if it is invalid, or declares a string, an array or a tensor
+    that does not fit in the file."""
     with open_plain(path) as file:
         try:
-            _check_counts(file, path)
+            return _read_header(file, path)
         except struct.error as error:
             raise BadGguf(path, "it ends within its header") from error
 
 
-def _check_counts(file: BinaryIO, path: Path) -> None:
-    size, num_entries = os.fstat(file.fileno()).st_size, 0
+def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
+    size, num_entries, found = os.fstat(file.fileno()).st_size, 0, dict[str, Any]()
 
-    def read(form: str) -> tuple[int, ...]:
+    def read(form: str) -> tuple[Any, ...]:
         return struct.unpack(f"<{form}", file.read(struct.calcsize(f"<{form}")))
 
     def text(what: str) -> str:
         (length,) = read("Q")
         if length > min(_STRING_LIMIT, size - file.tell()):
-            raise BadGguf(path, f"{what} is declared with {length:,} bytes")
+            raise BadGguf(path, f"{what} is declared with {length:,} bytes, and the file has {size:,}")
         return file.read(length).decode("utf-8", errors="replace")
 
     if file.read(4) != _MAGIC:
@@ -64,20 +84,37 @@ def _check_counts(file: BinaryIO, path: Path) -> None:
     if max(num_tensors, num_keys) > _COUNT_LIMIT:
         raise BadGguf(path, f"it declares {num_tensors:,} tensors and {num_keys:,} keys")
     for _ in range(num_keys):
-        key, (kind,), count = shown(text("a key")), read("I"), 1
+        name, (kind,), count = text("a key"), read("I"), None
         if kind == _ARRAY:
             kind, count = read("IQ")
             num_entries += count
-        if kind != _STRING and kind not in _ITEM_BYTES:
-            raise BadGguf(path, f"{key} has the unknown type {kind}")
-        item_bytes = _ITEM_BYTES.get(kind, 8)  # a string has at least its length
-        if count * item_bytes > size - file.tell() or num_entries > _ENTRIES_LIMIT:
-            raise BadGguf(path, f"{key} is declared with {count:,} entries")
+        if kind != _STRING and kind not in _ITEMS:
+            raise BadGguf(path, f"{shown(name)} has the unknown type {kind}")
+        item_bytes = struct.calcsize(_ITEMS.get(kind, "Q"))  # a string has at least its length
+        if (count or 1) * item_bytes > size - file.tell() or num_entries > _ENTRIES_LIMIT:
+            raise BadGguf(path, f"{shown(name)} is declared with {count or 1:,} entries")
         if kind == _STRING:
-            for _ in range(count):
-                text(f"an entry of {key}")
+            texts = [text(f"an entry of {shown(name)}") for _ in range(1 if count is None else count)]
+            found |= {name: texts[0]} if count is None else {}
+        elif count is None:
+            (found[name],) = read(_ITEMS[kind])
         else:
             file.seek(count * item_bytes, os.SEEK_CUR)
+    ends = [0]
+    for _ in range(num_tensors):
+        text("the name of a tensor")
+        (num_dims,) = read("I")
+        if num_dims > _MOST_DIMS:
+            raise BadGguf(path, f"a tensor has {num_dims:,} dimensions")
+        *shape, kind, offset = read(f"{num_dims}QIQ")
+        weights, num_bytes = _TENSORS.get(kind, (1, 0))
+        ends.append(offset + math.prod(shape) // weights * num_bytes)
+    alignment = found.get("general.alignment")
+    unit = alignment if isinstance(alignment, int) and alignment > 0 else _ALIGNMENT
+    end = -(-file.tell() // unit) * unit + max(ends)
+    if num_tensors and end > size:
+        raise BadGguf(path, f"it has {size:,} bytes, and its tensors end after {end:,}")
+    return found
 
 
 class Metadata:

@@ -225,7 +225,7 @@ def _scores(model: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _add_stops(writer: GGUFWriter, folder: Path, eos: int | None) -> None:
-    """Add the tokens that end an answer: llama.cpp has places for three, and knows common ones by their text."""
+    """Add the tokens that end an answer: llama.cpp has three places for them, and knows common end tokens by their text."""
     declared = read_json(folder / "generation_config.json", foreign=True).get("eos_token_id")
     given = declared if isinstance(declared, list) else [declared]
     others = [token for token in given if isinstance(token, int) and token >= 0 and token != eos]

@@ -1,4 +1,4 @@
-"""Choose the GGML type of each tensor as llama.cpp's recipe of that name does, and quantize to it."""
+"""Choose the GGML type of each tensor by the rules of llama.cpp's recipes, and quantize to it."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def is_readable(folder: Path) -> bool:
 
 
 def can_write_gguf(folder: Path) -> bool:
-    """Return True if `write_gguf` supports the model of a folder, by its config and tokenizer."""
+    """Return True if `write_gguf` supports the model of a folder, judging by its config and tokenizer."""
     if find_spec("gguf") is None:
         return False
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.files.hub_reach import WAIT_S, offline_if_unreachable
+from crosstune.files.hub_connection import WAIT_S, offline_if_unreachable
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.staged import Progress, disk_space, silent
 
@@ -25,7 +25,7 @@ _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from crosstune.models.hub import main; main()"
 )
-_MOST_REASON_CHARS = 600
+_MAX_REASON_CHARS = 600
 _WANTED = [
     "*.safetensors",
     "*.json",
@@ -66,7 +66,7 @@ def fetch_from_hub(repo: str, *, progress: Progress = silent) -> Path:
             child.wait()
         log.seek(0)
         lines = [line.strip() for line in log.read().splitlines() if line.strip()]
-        output = " ".join(lines[-2:])[-_MOST_REASON_CHARS:] or "no output"
+        output = " ".join(lines[-2:])[-_MAX_REASON_CHARS:] or "no output"
         raise _unreachable(repo, f"the download ended with code {child.returncode}: {output}")
 
 

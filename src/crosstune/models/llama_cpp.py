@@ -1,4 +1,4 @@
-"""Open llama.cpp, the library inside the xllamacpp package: quantize rows, and ask a model file in a child process.
+"""Open llama.cpp, the library inside the xllamacpp package: quantize rows, and query a model file in a child process.
 
 Only this module reads xllamacpp. llama.cpp ends its process on some faulty files, so a model is loaded in a child.
 """
@@ -41,7 +41,7 @@ def is_installed() -> bool:
 
 
 def require_llama_cpp(request: str) -> None:
-    """Raise a UserError unless xllamacpp is installed; `request` is the sentence that says what needs it."""
+    """Raise a UserError unless xllamacpp is installed; `request` is the first sentence of the error."""
     if not is_installed():
         raise UserError(request, why="it needs llama.cpp, and xllamacpp is not installed.", do=_INSTALL)
 
@@ -107,7 +107,7 @@ def ask(
     adapter: Path | None = None,
 ) -> Answers:
     """Load a GGUF file in llama.cpp: tokenize `texts`, compute the logits of `prompts`, continue `starts` greedily, and
-    tell which of `tokens` end an answer. `adapter` is a GGUF adapter to apply."""
+    return which of `tokens` end an answer. `adapter` is a GGUF adapter to apply."""
     require_llama_cpp(f"Cannot open {path} in llama.cpp.")
     question = {
         "path": str(path),

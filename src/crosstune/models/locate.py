@@ -121,7 +121,7 @@ def fetch_sizes(name: str, *, cache: Path | None = None) -> None:
 
 
 def _source(name: str) -> Source:
-    """Return the kind of a model name; raise a UserError if it is unknown."""
+    """Return the kind of source that a model name refers to; raise a UserError if it is unknown."""
     if name in BUNDLED:
         return "bundled"
     path = _path(name)

@@ -1,4 +1,4 @@
-"""Write a result folder: check the disk space, move the folder into place when complete, keep a wrong one apart."""
+"""Write a result folder: check the disk space, move the folder into place when complete, and keep a failed result apart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import put_new, remove_abandoned, staging_folder
 from crosstune.files.outputs import check_output_folder, check_output_name
 from crosstune.files.paths import CACHE_VARIABLE
-from crosstune.files.plain_files import free_space, no_room, readable_bytes
+from crosstune.files.plain_files import disk_full_reason, free_space, readable_bytes
 from crosstune.models.file_hashes import write_checksums
 
 LARGER_CACHE = f"set the environment variable {CACHE_VARIABLE} to a folder on a larger disk"
@@ -35,6 +35,7 @@ class DiskFullError(UserError):
     def __init__(
         self, folder: Path, need_bytes: int, *, larger: str = LARGER_CACHE, cause: str | None = None
     ) -> None:
+        self.cause = cause
         reason = f"the disk is full or a limit was reached ({cause}); " if cause else ""
         free = readable_bytes(free_space(folder))
         super().__init__(
@@ -46,15 +47,16 @@ class DiskFullError(UserError):
 
 @contextmanager
 def disk_space(folder: Path, need_bytes: int, *, larger: str = LARGER_CACHE) -> Iterator[None]:
-    """Raise DiskFullError if less than `need_bytes` are free, or if the disk fills up in the `with` block."""
+    """Raise DiskFullError if less than `need_bytes` are free, or if the disk fills up in the `with` block, also in an inner
+    one: the outer folder is the one that the user knows."""
     if free_space(folder) < need_bytes:
         raise DiskFullError(folder, need_bytes, larger=larger)
     try:
         yield
-    except DiskFullError:
-        raise
+    except DiskFullError as error:
+        raise DiskFullError(folder, need_bytes, larger=larger, cause=error.cause) from error
     except Exception as error:  # libraries have their own errors for a full disk
-        if (cause := no_room(error)) is None:
+        if (cause := disk_full_reason(error)) is None:
             raise
         raise DiskFullError(folder, need_bytes, larger=larger, cause=cause) from error
 
@@ -97,16 +99,16 @@ def _put(result: Path, out: Path) -> None:
     try:
         put_new(result, out)
     except OSError as error:
-        if no_room(error) is not None:
+        if disk_full_reason(error) is not None:
             raise
         raise UserError(
-            f"The result cannot be moved to {out}.", why=f"{error.strerror}.", do="choose another --out"
+            f"The result cannot be moved to {out}.", why=f"{error.strerror}.", do="choose a different --out"
         ) from error
 
 
 def check_out(out: Path) -> None:
     """Raise a UserError unless `out` is free or an empty folder, and can be written."""
-    do = "choose another --out"
+    do = "choose a different --out"
     check_output_name(out, option="out")
     if out.is_symlink() and not out.exists():
         raise UserError(

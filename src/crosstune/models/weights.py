@@ -125,7 +125,7 @@ class StoredArray(NamedTuple):
     """The first byte of its data in the file."""
 
     def map(self) -> NDArray[Any]:
-        """Return the values without reading them yet. bfloat16 comes as uint16 bits, as numpy does not have it."""
+        """Return the values without reading them yet. bfloat16 is returned as uint16 bits, since numpy lacks it."""
         kind = {**_NUMPY, **_PACKED}[self.dtype]
         if 0 in self.shape:  # an empty range cannot be memory-mapped
             return np.empty(self.shape, kind)

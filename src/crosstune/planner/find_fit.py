@@ -24,8 +24,8 @@ from crosstune.estimate.model_shape import ModelShape, Step
 
 SHARDS = (2, 4, 8, 16, 32, 64)
 _RECOMPUTE, _OFFLOAD, _OPTIMIZER, _PRECISION, _RANK, _QUANTIZE, _ADAPTERS, _SHORTER = 1, 3, 3, 4, 7, 8, 9, 16
-"""The cost of a change: time first, then rounding, then smaller adapters, then another method, at last shorter rows
-(each time by half)."""
+"""The cost of a change: time first, then rounding, then smaller adapters, then a different method, and last shorter rows
+(halved each time)."""
 
 Options = Mapping[str, Any]
 
@@ -35,7 +35,7 @@ class Fit:
     """Changes with which a step fits."""
 
     text: str
-    """The changed flags with the memory they need; or that no option helps."""
+    """The changed flags and the memory they need, or the sentence that no option helps."""
     command: str | None
     """The whole command; None if no option of one machine helps."""
 
@@ -191,7 +191,7 @@ def _flags(options: Options) -> list[str]:
 
 
 def _more_devices(shape: ModelShape, step: Step, plan: Plan, *, factor: float) -> str:
-    """Return how many devices fit the sharded model, or that no option helps."""
+    """Return the number of devices that fit the sharded model, or that no option helps."""
     if plan.engine == "torch" and plan.backend.name in ("cuda", "rocm", "xpu"):
         small = replace(step, batch=1, checkpointing=True, fast=False)  # the fast layers need whole weights
         for count in SHARDS:

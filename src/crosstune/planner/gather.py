@@ -31,7 +31,7 @@ from crosstune.estimate.machine import Machine, choose_backend
 from crosstune.machines.probe import probe_machine
 from crosstune.models.locate import shape
 from crosstune.models.quantized_folder import quantization_options, read_quantization
-from crosstune.planner.learned import read_corrections
+from crosstune.planner.measurements import read_corrections
 from crosstune.process.ranks import Ranks
 
 

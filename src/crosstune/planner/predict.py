@@ -34,7 +34,7 @@ class DataFacts:
     longest_target: int
     tokens_per_row: float
     is_rough: bool = False
-    """True if a stand-in for the model's tokenizer counted the tokens: more of them than the model's own."""
+    """True if a stand-in tokenizer counted the tokens; it counts more tokens than the model's own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from crosstune.core.protocols import Batch, Session
 from crosstune.estimate.memory import GIB
 from crosstune.process.ranks import Group
 
-MOST_ROWS = 512
+MAX_ROWS = 512
 """Larger micro-batches are hardly faster, but change the training."""
 STEPS_PER_EPOCH = 8
 """An epoch keeps at least this many steps."""
@@ -23,7 +23,7 @@ FINENESS = 8
 
 
 @dataclass(kw_only=True)
-class Found:
+class BatchSizeFound:
     batch_size: int
     num_tried: int
     peak_bytes: int
@@ -52,7 +52,7 @@ class BatchSearch:
     """Rows -> the peak bytes of their pass, for the sizes that fit."""
     _num_tried: int = 0
 
-    def run(self) -> Found:
+    def run(self) -> BatchSizeFound:
         """Return the largest size that fits; raise OutOfMemory if one row does not fit."""
         good, size = 0, 1
         while size <= self.at_most and self._fits(size):
@@ -66,7 +66,7 @@ class BatchSearch:
                 good = middle
             else:
                 bad = middle
-        return Found(
+        return BatchSizeFound(
             batch_size=good,
             num_tried=self._num_tried,
             peak_bytes=self._tried[good] + self.reserve_bytes,
@@ -83,7 +83,7 @@ class BatchSearch:
             if self.group.any(used + growth + self.reserve_bytes > self.limit_bytes):
                 return False
         peak = self._try(size)
-        gc.collect()  # frames of an error hold the tensors of the pass
+        gc.collect()  # frames of an error keep the tensors of the pass alive
         if self.group.any(peak is None or peak + self.reserve_bytes > self.limit_bytes):
             return False
         assert peak is not None
@@ -106,9 +106,9 @@ class BatchSearch:
         return peak
 
 
-def most_rows(num_rows: int, *, micro_batches: int, rows_per_step: int, world_size: int) -> int:
+def max_rows(num_rows: int, *, micro_batches: int, rows_per_step: int, world_size: int) -> int:
     """Return the largest size to search for: an epoch keeps a few steps, or a step keeps --rows_per_step."""
     world = max(1, world_size)
     if rows_per_step:
-        return max(1, min(MOST_ROWS, rows_per_step // world))
-    return max(1, min(MOST_ROWS, num_rows // (STEPS_PER_EPOCH * micro_batches * world)))
+        return max(1, min(MAX_ROWS, rows_per_step // world))
+    return max(1, min(MAX_ROWS, num_rows // (STEPS_PER_EPOCH * micro_batches * world)))

@@ -9,8 +9,8 @@ import sys
 from crosstune.core.errors import UserError
 
 _WAIT_PER_CPU_SECOND = 10.0
-"""Allowed wall time for a second of CPU time, on a busy machine."""
-# The limits are set before anything is imported. Windows has none, and the parent's timeout holds there.
+"""Seconds of wall time allowed per second of CPU time, since the machine may be busy."""
+# The limits are set before anything is imported. Windows has none; there, only the parent's timeout applies.
 _START = """
 import json, runpy, sys
 sys.path[:], cpu, memory, module = json.loads(sys.argv[1])

@@ -53,7 +53,7 @@ class Ranks:
     launcher: int | None = None
     """The id of the parent process, when that is crosstune's own launcher."""
     launch_folder: str | None = None
-    """The private folder of crosstune's own launcher on this host, for notes to it."""
+    """The private folder of crosstune's own launcher on this host, for messages to it."""
     attempt: int = 0
     """The number of restarts by the launcher."""
     master_addr: str = ""
@@ -89,7 +89,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """The last post of a rank about itself."""
+    """The state that a rank last posted."""
 
     rank: int
     host: str
@@ -146,17 +146,17 @@ class Group:
         """Return True if the flag is set on any rank."""
         return any(part != b"\0" for part in self.gather(b"\1" if flag else b"\0"))
 
-    def same(self, text: str) -> bool:
+    def all_equal(self, text: str) -> bool:
         """Return True if all ranks have the same string."""
         return len(set(self.gather(hashlib.sha256(text.encode()).digest()))) == 1
 
-    def share(self, text: str) -> str:
+    def broadcast(self, text: str) -> str:
         """Broadcast a string from rank 0."""
         data = text.encode() if self.ranks.first else b""
         length = int(self.sum_numbers(len(data))[0])
         return self.gather(data.ljust(length, b"\0"))[0].decode()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks have called this."""
         self.any(False)
 

@@ -20,6 +20,8 @@ from typing import NoReturn
 # SIGTERM: kill, schedulers. SIGHUP: a closed terminal or dropped connection. SIGUSR1: SLURM's `--signal=USR1@120` before a
 # preemption or time limit. Windows has only the first two.
 _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
+TRACKER_THREAD = "tracker "
+"""Prefix of the names of trackers' threads."""
 _CONNECTED = threading.Event()
 _UNFINISHED = threading.Event()
 
@@ -42,6 +44,11 @@ def may_hang() -> bool:
     return _CONNECTED.is_set() or _UNFINISHED.is_set()
 
 
+def in_tracker_thread() -> bool:
+    """Return True in the thread of a tracker, whose output is dropped and whose input is empty."""
+    return threading.current_thread().name.startswith(TRACKER_THREAD)
+
+
 def end_at_once(code: int) -> NoReturn:
     """Write the output and end this process with an exit code, without Python's shutdown."""
     for stream in (sys.stdout, sys.stderr):
@@ -54,16 +61,15 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.Signals[name] for name in _STOP_SIGNALS if hasattr(signal, name)]
 
 
-def taken_signals() -> list[signal.Signals]:
-    """Return the stop signals that this process does not ignore: `nohup` ignores SIGHUP, a shell's `&` SIGINT and
-    SIGQUIT."""
+def handled_signals() -> list[signal.Signals]:
+    """Return the stop signals that this process does not ignore: `nohup` ignores SIGHUP, a shell's `&` SIGINT and SIGQUIT."""
     return [number for number in stop_signals() if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """Handle the stop signals in the `with` block, then restore the former handlers."""
-    previous = {number: signal.signal(number, handler) for number in taken_signals()}
+    previous = {number: signal.signal(number, handler) for number in handled_signals()}
     try:
         yield
     finally:

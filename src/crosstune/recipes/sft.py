@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,6 @@ from crosstune.data.batches.token_batch import (
     split_rows,
 )
 from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY
-from crosstune.data.checks.portrait import portrait
 from crosstune.data.checks.preflight import (
     RowChecker,
     format_warnings,
@@ -37,6 +37,7 @@ from crosstune.data.checks.preflight import (
     stop_at_template_end,
     warnings_of,
 )
+from crosstune.data.checks.summary import summarize_corpus
 from crosstune.data.open_data import DataOpener
 from crosstune.data.read.columns import parse_columns
 from crosstune.data.read.files import Row
@@ -134,7 +135,7 @@ class TokenRecipe:
             "context_length": self.corpus.limit,
             "num_steps": self.num_steps(),
             "train": self.corpus.stats | counts | {name: facts[name] for name in kept},
-            **portrait(self.corpus, self.tokenizer),
+            **summarize_corpus(self.corpus, self.tokenizer),
             **packed,
         }
 
@@ -271,26 +272,24 @@ class SftRecipe(TokenRecipe):
         write_tokenizer(self.config, self.tokenizer, folder, has_turns=self.train.form not in ("text", DUMMY))
 
     def _answer(self, session: Session, questions: Sequence[Question], observer: Observer) -> list[Sample]:
-        samples: list[Sample] = []
-        size = rows_per_evaluation(self.config, at_least=16)
-        for start in range(0, len(questions), size):
-            asked = questions[start : start + size]
-            assert isinstance(session, Generates), "the task of this recipe generates"
-            answers = session.generate(
-                [question.tokens for question in asked],
-                max_new_tokens=self.config.max_new_tokens,
-                stop_ids=sorted(self.tokenizer.stop_ids),
+        if not questions:
+            return []
+        assert isinstance(session, Generates), "the task of this recipe generates"
+        done = itertools.count(1)
+        answers = session.sample(
+            [question.tokens for question in questions],
+            max_new_tokens=self.config.max_new_tokens,
+            stop_ids=sorted(self.tokenizer.stop_ids),
+            on_answer=lambda _: observer.on_event(Evaluating(done=next(done), total=len(questions))),
+        )
+        return [
+            Sample(
+                prompt=question.text,
+                answer=self.tokenizer.decode(answer.content).strip(),
+                reference=question.reference,
             )
-            samples += [
-                Sample(
-                    prompt=question.text,
-                    answer=self.tokenizer.decode(answer).strip(),
-                    reference=question.reference,
-                )
-                for question, answer in zip(asked, answers, strict=True)
-            ]
-            observer.on_event(Evaluating(done=len(samples), total=len(questions)))
-        return samples
+            for question, answer in zip(questions, answers, strict=True)
+        ]
 
 
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:

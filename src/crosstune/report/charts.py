@@ -10,7 +10,7 @@ from crosstune.core.events import Loaded, Resumed
 from crosstune.report.files import RunFiles, listed, mapping, number
 from crosstune.report.formatting import (
     NOT_FINITE,
-    Shown,
+    FormattedValue,
     display_of,
     label_of,
     ordered,
@@ -24,6 +24,7 @@ from crosstune.report.series import (
     evaluation_points,
     finite_values,
     overfitting,
+    running_total,
     smooth,
     smoothed_points,
     smoothing_window,
@@ -31,10 +32,10 @@ from crosstune.report.series import (
     task_metrics,
 )
 
-LEAST_LOG_RATIO = 3.0
+MIN_LOG_RATIO = 3.0
 """Smallest ratio of highest to lowest value for which a logarithmic axis is offered."""
 NUM_COLOURS = 7
-MOST_BINS = 200
+MAX_BINS = 200
 _STEP_CHARTS = (
     ("Learning rate", "lr", False),
     ("Throughput", "tokens_per_s", True),
@@ -54,6 +55,10 @@ class Series:
     colour: int = 1
     radii: Sequence[float] = ()
     """The size of each point of a scatter plot."""
+    key: str = ""
+    """Key in metrics.jsonl of a curve with the value of each step; empty for other curves."""
+    window: int = 1
+    """Number of points of the series before it that a point is the mean of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +80,7 @@ class Chart:
     unit: str = ""
     divisor: float = 1.0
     """The axis shows the values divided by this."""
-    show: Callable[[float], Shown] = show_number
+    show: Callable[[float], FormattedValue] = show_number
     """Format of a value under the pointer."""
     x_label: str = "step"
     y_label: str = ""
@@ -97,12 +102,12 @@ class Chart:
     def logarithmic(self) -> Chart | None:
         """The same chart with a logarithmic axis; None if the range of values is too small."""
         low, high = min(self.values, default=0.0), max(self.values, default=0.0)
-        is_useful = self.shape == "wide" and 0 < low <= high / LEAST_LOG_RATIO
+        is_useful = self.shape == "wide" and 0 < low <= high / MIN_LOG_RATIO
         return replace(self, is_log=True) if is_useful else None
 
     @property
     def views(self) -> list[tuple[str, Chart]]:
-        """The chart and its other forms, each with the label of its switch."""
+        """The chart and its alternative views, each with the label of its switch."""
         log = [("log scale", self.logarithmic)] if self.logarithmic else []
         return [(self.x_label, self), *((each.x_label, each) for each in self.other_axes), *log]
 
@@ -121,7 +126,7 @@ class Chart:
         return sum(value is None for _, value in self.series[0].points)
 
     @property
-    def figures(self) -> list[tuple[str, Shown]]:
+    def figures(self) -> list[tuple[str, FormattedValue]]:
         """The last, lowest and highest value of the first series."""
         points = self.series[0].points
         values = finite_values(points)
@@ -130,7 +135,7 @@ class Chart:
         if len(points) == 1:
             return [("only value", self.show(values[0]))]
         last = points[-1][1]
-        found = [("last", Shown(NOT_FINITE) if last is None else self.show(last))]
+        found = [("last", FormattedValue(NOT_FINITE) if last is None else self.show(last))]
         found += [("lowest", self.show(min(values))), ("highest", self.show(max(values)))]
         # The title already shows the unit; a small value in another unit keeps it.
         return [
@@ -138,15 +143,15 @@ class Chart:
         ]
 
 
-def run_charts(run: RunFiles) -> list[Chart]:
+def run_charts(run: RunFiles, *, smoothing: float = 1.0) -> list[Chart]:
     """Return the charts of a run over the same range of steps; some may have no finite value."""
     evaluated = evaluation_points(run)
     steps = [step for points in evaluated.values() for step, _ in points]
     span = (0.0, max([*steps, float(run.last_step)]))
-    charts = [_loss_chart(run)]
+    charts = [_loss_chart(run, smoothing)]
     trained = task_metrics(run.metrics)
     both = [name for name in trained if name in evaluated]
-    charts += _paired_charts(run, ordered(both), evaluated)
+    charts += _paired_charts(run, ordered(both), evaluated, smoothing)
     for name in ordered(evaluated):
         if name != "loss" and name not in both:
             series = [Series(label=label_of(name), points=evaluated[name], look="marked", colour=2)]
@@ -154,18 +159,18 @@ def run_charts(run: RunFiles) -> list[Chart]:
     for name in trained:
         if name in both:
             continue
-        charts.append(_metric_chart("Training: ", name, _with_smoothed(step_points(run.metrics, name))))
+        charts.append(_metric_chart("Training: ", name, _with_smoothed(run, name, smoothing)))
     for title, name, smoothed in _STEP_CHARTS:
-        points = step_points(run.metrics, name)
-        plain = [Series(label=title.lower(), points=points, colour=3)]
-        charts.append(_metric_chart(title, name, _with_smoothed(points) if smoothed else plain))
+        plain = [Series(label=title.lower(), points=step_points(run.metrics, name), colour=3, key=name)]
+        charts.append(_metric_chart(title, name, _with_smoothed(run, name, smoothing) if smoothed else plain))
     moves = run_moves(run)
     charts = [replace(chart, span=span, marks=[*moves, *chart.marks]) for chart in charts]
-    return [replace(charts[0], other_axes=_over_other_axes(charts[0], run)), *charts[1:]]
+    owners = [run] * len(charts[0].series)
+    return [replace(charts[0], other_axes=_over_other_axes(charts[0], owners)), *charts[1:]]
 
 
 def _paired_charts(
-    run: RunFiles, names: Sequence[str], evaluated: Mapping[str, Sequence[Point]]
+    run: RunFiles, names: Sequence[str], evaluated: Mapping[str, Sequence[Point]], smoothing: float
 ) -> list[Chart]:
     """Return charts of metrics measured in training and on held-out data; the chosen and the rejected side of a group such
     as `rewards/chosen` share a chart."""
@@ -179,7 +184,7 @@ def _paired_charts(
         series = list[Series]()
         for place, each in enumerate(drawn):
             before = f"{each.partition('/')[2]}, " if len(drawn) > 1 else ""
-            points = smoothed_points(run, each)
+            points = smoothed_points(run, each, smoothing=smoothing)
             series.append(Series(label=f"{before}training", points=points, colour=1 + 2 * place))
             series.append(
                 Series(label=f"{before}held-out", points=evaluated[each], look="marked", colour=2 + 2 * place)
@@ -189,31 +194,28 @@ def _paired_charts(
     return charts
 
 
-def _over_other_axes(chart: Chart, run: RunFiles) -> list[Chart]:
-    """Return the chart over trained tokens and over training time; without evaluations between logged steps."""
-    tokens, seconds = dict[float, float]({0.0: 0.0}), dict[float, float]({0.0: 0.0})
-    for places, key in ((tokens, "tokens"), (seconds, "step_s")):
-        done = 0.0
-        for step, value in step_points(run.metrics, key):
-            done += value or 0.0
-            places[step] = done
-    total = max(seconds.values())
+def _over_other_axes(chart: Chart, owners: Sequence[RunFiles]) -> list[Chart]:
+    """Return the chart over trained tokens and over training time; omit evaluations between logged steps. `owners` has the
+    run of each series; the marks are of the first."""
+    seconds = [{0.0: 0.0} | dict(running_total(run, "step_s")) for run in owners]
+    total = max((max(each.values()) for each in seconds), default=0.0)
     unit, size = next(
         each
         for each in (("seconds", 1), ("minutes", 60), ("hours", 3600))
         if total < 300 * each[1] or each[1] == 3600
     )
-    times = {step: round(at / size, 3) for step, at in seconds.items()}
+    times = [{step: round(at / size, 3) for step, at in each.items()} for each in seconds]
+    tokens = [{0.0: 0.0} | dict(running_total(run, "tokens")) for run in owners]
     found = []
     for label, places in (("tokens", tokens), (unit, times)):
-        if max(places.values()) >= 1:  # the axis has whole numbers
+        last = max((max(each.values()) for each in places), default=0.0)
+        if last >= 1:  # the axis shows whole numbers
             series = [
-                replace(each, points=[(places[at], value) for at, value in each.points if at in places])
-                for each in chart.series
+                replace(each, points=[(at[step], value) for step, value in each.points if step in at], key="")
+                for each, at in zip(chart.series, places, strict=True)
             ]
-            marks = [replace(mark, at=places[mark.at]) for mark in chart.marks if mark.at in places]
-            span = (0.0, max(places.values()))
-            found.append(replace(chart, x_label=label, series=series, marks=marks, span=span))
+            marks = [replace(mark, at=places[0][mark.at]) for mark in chart.marks if mark.at in places[0]]
+            found.append(replace(chart, x_label=label, series=series, marks=marks, span=(0.0, last)))
     return found
 
 
@@ -230,13 +232,15 @@ def run_moves(run: RunFiles) -> list[Mark]:
     return list(found.values())
 
 
-def _with_smoothed(points: list[Point]) -> list[Series]:
-    window = smoothing_window(len(points))
+def _with_smoothed(run: RunFiles, name: str, smoothing: float) -> list[Series]:
+    points = step_points(run.metrics, name)
+    window = smoothing_window(len(points), smoothing=smoothing)
     if window == 1:
-        return [Series(label="each step", points=points)]
+        return [Series(label="each step", points=points, key=name)]
+    label = "smoothed" if run.is_sampled else f"mean of {window} steps"
     return [
-        Series(label="each step", points=points, look="faint"),
-        Series(label=f"mean of {window} steps", points=smooth(points, window=window)),
+        Series(label="each step", points=points, look="faint", key=name),
+        Series(label=label, points=smooth(points, window=window), window=window),
     ]
 
 
@@ -254,8 +258,8 @@ def _metric_chart(title: str, name: str, series: Sequence[Series], **more: Any) 
     )
 
 
-def _loss_chart(run: RunFiles) -> Chart:
-    series = _with_smoothed(step_points(run.metrics, "loss"))
+def _loss_chart(run: RunFiles, smoothing: float) -> Chart:
+    series = _with_smoothed(run, "loss", smoothing)
     if evaluated := evaluation_losses(run):
         series.append(Series(label="evaluation", points=evaluated, look="marked", colour=2))
     marks, notes = list[Mark](), list[str]()
@@ -274,33 +278,35 @@ def _loss_chart(run: RunFiles) -> Chart:
     return Chart(title="Loss", series=series, shape="wide", marks=marks, notes=notes)
 
 
-def overlay_charts(runs: Sequence[RunFiles], names: Sequence[str]) -> list[Chart]:
+def overlay_charts(runs: Sequence[RunFiles], names: Sequence[str], *, smoothing: float = 1.0) -> list[Chart]:
     """Return charts with a curve for each run, without charts that have no finite value."""
     span = (0.0, max(float(run.last_step) for run in runs))
     evaluated = [evaluation_points(run) for run in runs]
 
     def overlay(title: str, name: str, points: Sequence[Sequence[Point]], **more: Any) -> Chart:
         marked = title.startswith("Evaluation")
+        drawn = [(place, run) for place, run in enumerate(runs) if finite_values(points[place])]
         series = [
             Series(
-                label=label,
-                points=each,
+                label=names[place],
+                points=points[place],
                 colour=1 + place % NUM_COLOURS,
                 look="marked" if marked or place >= NUM_COLOURS else "line",
             )
-            for place, (label, each) in enumerate(zip(names, points, strict=True))
-            if finite_values(each)
+            for place, _ in drawn
         ]
-        return _metric_chart(title, name, series, span=span, shows_figures=False, **more)
+        chart = _metric_chart(title, name, series, span=span, shows_figures=False, **more)
+        owners = [run for _, run in drawn]
+        return replace(chart, other_axes=_over_other_axes(chart, owners)) if owners and more else chart
 
-    losses = [smoothed_points(run, "loss") for run in runs]
+    losses = [smoothed_points(run, "loss", smoothing=smoothing) for run in runs]
     charts = [
         overlay("Training loss, smoothed", "loss", losses, shape="wide"),
         overlay("Evaluation loss", "loss", [evaluation_losses(run) for run in runs], shape="wide"),
     ]
     for name in ordered(dict.fromkeys(name for points in evaluated for name in points if name != "loss")):
         charts.append(overlay("Evaluation: ", name, [points.get(name, []) for points in evaluated]))
-    speeds = [smoothed_points(run, "tokens_per_s") for run in runs]
+    speeds = [smoothed_points(run, "tokens_per_s", smoothing=smoothing) for run in runs]
     memory = [step_points(run.metrics, "memory_bytes") for run in runs]
     charts += [
         overlay("Throughput, smoothed", "tokens_per_s", speeds),
@@ -313,7 +319,7 @@ def length_chart(data: Mapping[str, Any]) -> Chart | None:
     """Return a histogram of the examples' lengths in tokens; None if they are not recorded."""
     found = mapping(data.get("lengths"))
     first, width = number(found.get("first")), number(found.get("width"))
-    counts = [number(count) for count in listed(found.get("counts"))][:MOST_BINS]
+    counts = [number(count) for count in listed(found.get("counts"))][:MAX_BINS]
     known = [count for count in counts if count is not None and count >= 0]
     if first is None or not width or width < 0 or not known or len(known) != len(counts):
         return None

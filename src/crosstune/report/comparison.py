@@ -12,11 +12,11 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Resumed
-from crosstune.files.paths import missing_run, named_run, runs_beside
+from crosstune.files.paths import missing_run, named_run, sibling_runs
 from crosstune.report.charts import overlay_charts
 from crosstune.report.files import RunFiles, is_running, listed, load_run, mapping, number
 from crosstune.report.formatting import (
-    Shown,
+    FormattedValue,
     display_of,
     ordered,
     show_bytes,
@@ -33,8 +33,8 @@ from crosstune.report.series import Point, best_evaluation, evaluation_points, f
 from crosstune.report.tables import flat
 from crosstune.report.template import fill, write_page
 
-MOST_RUNS = 12
-MOST_PROMPTS = 20
+MAX_RUNS = 12
+MAX_PROMPTS = 20
 _OF_THE_RECORD = frozenset({"name", "output_dir", "resume", "overwrite", "config", "profiling_output"})
 """Options that do not affect the training."""
 _NOT_SET = {"num_epochs": 0, "max_steps": -1, "dataset_samples": -1}
@@ -43,7 +43,7 @@ _CHANGED = re.compile(r"(\w+): (.*) in the checkpoint, .* now")
 NOT_RECORDED = "–"
 _HASH = re.compile(r"[0-9a-f]{32,}")
 
-Figure = tuple[str, list[float | None], Callable[[float], Shown], int]
+Figure = tuple[str, list[float | None], Callable[[float], FormattedValue], int]
 """Label, a value for each run, its format, and the better direction: 1 higher, -1 lower, 0 none."""
 
 
@@ -52,7 +52,7 @@ class Row:
     """One line of a comparison: a cell for each run."""
 
     label: str
-    cells: list[Shown]
+    cells: list[FormattedValue]
     best: int | None = None
     """Index of the run with the best value; None if no value is better."""
 
@@ -90,10 +90,14 @@ def compare_runs(targets: Sequence[str], *, parent: Path) -> Comparison:
         notes.append("a run passed twice is shown once")
     if len(kept) < 2:
         raise _too_few(kept, parent)
-    if len(kept) > MOST_RUNS:
-        raise UserError(f"{len(kept)} runs cannot be compared at once.", do=f"specify at most {MOST_RUNS}")
-    runs = [load_run(folder) for folder in kept]
-    names = _names(runs)
+    if len(kept) > MAX_RUNS:
+        raise UserError(f"{len(kept)} runs cannot be compared at once.", do=f"specify at most {MAX_RUNS}")
+    return compare_loaded([load_run(folder) for folder in kept], notes=notes)
+
+
+def compare_loaded(runs: Sequence[RunFiles], *, notes: Sequence[str] = ()) -> Comparison:
+    """Compare runs that were read; `notes` come first."""
+    notes, names = list(notes), _names(runs)
     for name, run in zip(names, runs, strict=True):
         notes += [f"{name}: {problem}" for problem in run.problems]
     same_losses = True
@@ -104,9 +108,9 @@ def compare_runs(targets: Sequence[str], *, parent: Path) -> Comparison:
     data = [mapping(run.plan.get("data")).get("identity") for run in runs]
     if len(set(map(str, data))) > 1 and len(recipes) == 1:
         same_losses = False
-        notes.append("the data differs: the losses are of different examples")
+        notes.append("the data differs: the losses were measured on different examples")
     results = _result_rows(runs, same_losses=same_losses)
-    return Comparison(runs=runs, names=names, options=_option_rows(runs), results=results, notes=notes)
+    return Comparison(runs=list(runs), names=names, options=_option_rows(runs), results=results, notes=notes)
 
 
 def _find(target: str, parent: Path) -> Path:
@@ -119,7 +123,7 @@ def _find(target: str, parent: Path) -> Path:
 
 def _too_few(kept: Sequence[Path], parent: Path) -> UserError:
     others = [
-        str(run) for run in runs_beside(parent / "_") if run.resolve() not in {k.resolve() for k in kept}
+        str(run) for run in sibling_runs(parent / "_") if run.resolve() not in {k.resolve() for k in kept}
     ]
     known = f"; the newest: {', '.join(others[:5])}" if others else ""
     asked = "There is only one run to compare." if kept else "There is nothing to compare."
@@ -145,14 +149,16 @@ def _option_rows(runs: Sequence[RunFiles]) -> list[Row]:
     for name in names:
         if name in _OF_THE_RECORD:
             continue
-        cells = [show_option(table[name]) if name in table else Shown(NOT_RECORDED) for table in tables]
+        cells = [
+            show_option(table[name]) if name in table else FormattedValue(NOT_RECORDED) for table in tables
+        ]
         if len({cell.text for cell in cells}) > 1:
             rows.append(Row(label=name, cells=cells))
     return rows
 
 
 def _shown_options(run: RunFiles) -> dict[str, Any]:
-    """Return the options; those that a resume changed with all their values, in order."""
+    """Return the options; an option changed by a resume has all its values, in order."""
     found = dict(flat(_options(run)))
     found |= {name: None for name, value in _NOT_SET.items() if found.get(name) == value}
     before: dict[str, list[str]] = {}
@@ -206,16 +212,17 @@ def _result_rows(runs: Sequence[RunFiles], *, same_losses: bool) -> list[Row]:
         str(mapping(run.plan.get("model")).get("identity") or _options(run).get("model_name")) for run in runs
     }
     same = 1 if len(models) == 1 else 0  # a smaller model is faster, not better
+    tokens = [summed(run, "tokens") for run in runs]
     figures: list[Figure] = [
         ("steps", [float(run.last_step) for run in runs], show_count, 0),
-        ("tokens", [summed(run, "tokens") for run in runs], show_count, 0),
-        ("time", from_summary("seconds"), show_seconds, -same),
+        ("tokens", tokens, show_count, 0),
+        ("time", from_summary("seconds"), show_seconds, -same if len({*tokens}) == 1 else 0),
         *qualities,
         ("speed", from_summary("tokens_per_s"), show_rate, same),
         ("peak memory", from_summary("peak_memory_bytes"), show_bytes, -same),
         ("trained parameters", from_summary("trained_parameters"), show_count, 0),
     ]
-    rows = [Row(label="status", cells=[Shown(status) for status in statuses])]
+    rows = [Row(label="status", cells=[FormattedValue(status) for status in statuses])]
     return rows + [_row(figure) for figure in figures if any(v is not None for v in figure[1])]
 
 
@@ -242,7 +249,7 @@ def _row(figure: Figure) -> Row:
     best = None
     if better and len(set(known.values())) > 1:
         best = (max if better > 0 else min)(known, key=known.__getitem__)
-    cells = [Shown(NOT_RECORDED) if value is None else show(value) for value in values]
+    cells = [FormattedValue(NOT_RECORDED) if value is None else show(value) for value in values]
     if best is not None and [cell.text for cell in cells].count(cells[best].text) > 1:
         best = None  # equal as shown
     return Row(label=label, cells=cells, best=best)
@@ -254,15 +261,19 @@ def _last(points: Sequence[Point]) -> float | None:
 
 def write_comparison(found: Comparison, target: Path) -> Path:
     """Write the comparison as a page with overlaid curves."""
-    page = fill(
+    write_page(target, render_comparison(found))
+    return target
+
+
+def render_comparison(found: Comparison, *, draws: bool = True) -> str:
+    """Return the comparison as a page; without `draws`, without its curves."""
+    return fill(
         "compare.html.jinja",
         found=found,
-        charts=overlay_charts(found.runs, found.names),
+        charts=overlay_charts(found.runs, found.names) if draws else [],
         prompts=shared_prompts(found),
         written=show_time(datetime.now().astimezone()),
     )
-    write_page(target, page)
-    return target
 
 
 def shared_prompts(found: Comparison) -> list[SampleRow]:
@@ -270,7 +281,7 @@ def shared_prompts(found: Comparison) -> list[SampleRow]:
     tables = [{row.prompt: row for row in collect_samples(run).rows} for run in found.runs]
     counts = Counter(prompt for table in tables for prompt in table)
     rows = []
-    for prompt in [prompt for prompt, count in counts.items() if count > 1][:MOST_PROMPTS]:
+    for prompt in [prompt for prompt, count in counts.items() if count > 1][:MAX_PROMPTS]:
         each = [table.get(prompt) for table in tables]
         answers = [row.answers[-1] if row else Answer(text=None) for row in each]
         reference = next((row.reference for row in each if row and row.reference), "")

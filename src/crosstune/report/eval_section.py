@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from crosstune.core.intervals import Z95, Interval, differ, wilson
 from crosstune.files.json_files import read_json
 from crosstune.files.run_record import BENCHMARKS
 from crosstune.report.files import listed, mapping, number
 from crosstune.report.formatting import MINUS
 
-_Z95 = 1.96
 SIDES = ("before", "after")
 _KEY = ("task", "metric", "chat_template", "num_fewshot", "limit")
 
@@ -44,7 +45,7 @@ def eval_rows(results: list[Any]) -> dict[str, Any] | None:
 
 
 def _format(key: tuple[Any, ...], sides: Mapping[str, Mapping[str, Any]]) -> str:
-    """Describe the prompts: chat template or plain text, examples in the prompt, and how many rows were tested."""
+    """Describe the prompts: chat template or plain text, examples in the prompt, and the number of tested rows."""
     _, _, template, shots, limit = key
     count = number(next(iter(sides.values())).get("num_samples"))
     words = ["chat template" if template else "plain text", f"{shots} examples" if shots else "no examples"]
@@ -52,29 +53,38 @@ def _format(key: tuple[Any, ...], sides: Mapping[str, Mapping[str, Any]]) -> str
     return ", ".join(words)
 
 
+def _interval(result: Mapping[str, Any]) -> Interval | None:
+    """Return the 95 % interval of a value: Wilson's for a fraction of rows, otherwise from the harness's standard error."""
+    value, error = number(result.get("value")) or 0.0, number(result.get("stderr"))
+    count = int(number(result.get("num_samples")) or 0)
+    if error is None:
+        return None
+    if count > 1 and 0 <= value <= 1 and math.isclose(error, math.sqrt(value * (1 - value) / (count - 1))):
+        return wilson(value, count)
+    return value - Z95 * error, value + Z95 * error
+
+
 def _cell(result: Mapping[str, Any] | None) -> str:
-    """Return a value and its 95 % interval, from the harness's standard error."""
+    """Return a value and its 95 % interval."""
     if result is None:
         return "–"
-    value, error = number(result.get("value")) or 0.0, number(result.get("stderr"))
-    if error is None:
+    value, interval = number(result.get("value")) or 0.0, _interval(result)
+    if interval is None:
         return f"{value:.4f}"
-    return f"{value:.4f} ({value - _Z95 * error:.4f} to {value + _Z95 * error:.4f})".replace(
-        "(-", f"({MINUS}"
-    )
+    return f"{value:.4f} ({interval[0]:.4f} to {interval[1]:.4f})".replace("(-", f"({MINUS}")
 
 
 def _change(sides: Mapping[str, Mapping[str, Any]]) -> str:
-    """Describe the difference; within the intervals of both sides it is not distinguished from noise."""
+    """Describe the difference; if its interval contains 0, it is not distinguished from noise."""
     if len(sides) < 2:
         return ""
     before, after = (number(sides[side].get("value")) or 0.0 for side in SIDES)
-    errors = [number(sides[side].get("stderr")) for side in SIDES]
     delta = after - before
     text = f"{'+' if delta > 0 else MINUS if delta < 0 else ''}{abs(delta):.4f}"
-    if errors[0] is None or errors[1] is None:
+    intervals = [found for side in SIDES if (found := _interval(sides[side])) is not None]
+    if len(intervals) < 2:
         return text
-    if abs(delta) <= _Z95 * (errors[0] ** 2 + errors[1] ** 2) ** 0.5:
+    if not differ(before, after, intervals=intervals):
         return f"{text}, within noise"
     lower_is_better = sides["after"].get("higher_is_better") is False
     return f"{text}, {'better' if (delta > 0) != lower_is_better else 'worse'}"

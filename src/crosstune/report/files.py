@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Adjusted, Event
@@ -22,6 +23,9 @@ IDENTIFYING_FILES = ("plan.json", "config.yaml")
 """A run folder has at least one of these."""
 LARGEST = 1e300
 """Larger numbers count as infinite, because their sums and differences overflow."""
+_PAGE_BYTES = 1 << 12
+_EVENT_BYTES = 1 << 18
+"""Enough for the last event with its samples."""
 SMALLEST = 1e-290
 """Smaller numbers count as zero, because their inverses overflow."""
 
@@ -42,6 +46,8 @@ class RunFiles:
     """Why existing files could not be read."""
     num_repeated_steps: int = 0
     """Rows dropped because the run was resumed from an earlier step."""
+    is_sampled: bool = False
+    """True if `metrics` is a part of the steps, taken evenly from a large file."""
     read_time: float = 0.0
 
     @property
@@ -63,17 +69,18 @@ class RunFiles:
         return [row for row in self.events if row.get("kind") == event.kind]
 
 
-def load_run(run_dir: Path) -> RunFiles:
-    """Read a run folder; the run may be finished, killed or active."""
+def load_run(run_dir: Path, *, most_bytes: int | None = None) -> RunFiles:
+    """Read a run folder; the run may be finished, killed or active. With `most_bytes`, a larger metrics.jsonl is sampled."""
     folder = run_dir.absolute()
     if not folder.exists():
         raise missing_run(run_dir)
     present = [name for name in RUN_FILES if (folder / name).is_file()]
     if not any(name in present for name in IDENTIFYING_FILES):
         if (folder / "trials").is_dir():
+            kind = "sweep" if (folder / "sweep.json").is_file() else "ladder"
             raise UserError(
-                f"{run_dir} is a ladder, not a run.",
-                do=f"open {run_dir / 'ladder.html'}, or specify one of its runs, such as {run_dir / 'trials' / 'validation'}",
+                f"{run_dir} is a {kind}, not a run.",
+                do=f"open {run_dir / kind}.html, or specify one of the runs in {run_dir / 'trials'}",
             )
         raise UserError(
             f"{run_dir} is not a run folder.",
@@ -81,7 +88,9 @@ def load_run(run_dir: Path) -> RunFiles:
             do="specify a run folder, such as runs/<name>",
         )
     problems: list[str] = []
-    rows = _read_rows(folder / "metrics.jsonl", problems)
+    path = folder / "metrics.jsonl"
+    is_sampled = most_bytes is not None and size_of(path) > most_bytes
+    rows = sample_rows(path, most_bytes=most_bytes or 0) if is_sampled else _read_rows(path, problems)
     metrics = rewind(rows)
     return RunFiles(
         folder=folder,
@@ -89,10 +98,11 @@ def load_run(run_dir: Path) -> RunFiles:
         plan=read_mapping(folder / "plan.json", problems),
         metrics=metrics,
         events=_read_rows(folder / "events.jsonl", problems),
-        summary=read_mapping(folder / "summary.json", problems),
+        summary=read_summary(folder, problems),
         missing=tuple(name for name in RUN_FILES if name not in present),
         problems=tuple(problems),
-        num_repeated_steps=len(rows) - len(metrics),
+        num_repeated_steps=0 if is_sampled else len(rows) - len(metrics),
+        is_sampled=is_sampled,
         read_time=time.time(),
     )
 
@@ -153,6 +163,17 @@ def read_mapping(path: Path, problems: list[str]) -> Mapping[str, Any]:
     return {str(key): value for key, value in data.items()}
 
 
+def read_summary(folder: Path, problems: list[str]) -> Mapping[str, Any]:
+    """Return the summary of a run; empty if it is of an earlier part: a resumed run writes it again when it ends."""
+    summary, plan = last_change(folder / "summary.json"), last_change(folder / "plan.json")
+    if summary is not None and plan is not None and plan > summary:
+        # A copied folder has times in any order, but no event from after its copy.
+        [*_, event] = last_rows(folder / "events.jsonl", limit=_EVENT_BYTES) or [{}]
+        if (number(event.get("time")) or 0.0) > summary or is_held(folder):
+            return {}
+    return read_mapping(folder / "summary.json", problems)
+
+
 def is_running(folder: Path) -> bool | None:
     """Return True if a process holds the run lock; None if unknown.
 
@@ -162,6 +183,14 @@ def is_running(folder: Path) -> bool | None:
     if summary is not None and (plan is None or summary >= plan):
         return False
     return is_held(folder)
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except (OSError, ValueError):
+        return 0
 
 
 def last_change(path: Path) -> float | None:
@@ -179,14 +208,58 @@ def last_rows(path: Path, *, limit: int) -> list[dict[str, Any]]:
         return []
     with file:
         size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - limit))
-        lines = file.read(limit).split(b"\n")
-    rows = list[dict[str, Any]]()
-    for line in lines[1:] if size > limit else lines:
+        return list(_rows_at(file, max(0, size - limit), limit))
+
+
+def sample_rows(
+    path: Path,
+    *,
+    most_bytes: int,
+    steps: tuple[float, float] | None = None,
+    num_blocks: int = 512,
+    rows_per_block: int | None = None,
+) -> list[dict[str, Any]]:
+    """Return the intact rows of a metrics.jsonl, with `steps` those from one step to another. If they have more than
+    `most_bytes`, read that much in blocks at even distances: steps in between are missing."""
+    try:
+        file = open_plain(path)
+    except UnreadableFile:
+        return []
+    with file:
+        first, last = 0, os.fstat(file.fileno()).st_size
+        if steps is not None:
+            first, last = _offset_of(file, steps[0], last), _offset_of(file, steps[1], last) + 2 * _PAGE_BYTES
+        if last - first <= most_bytes:
+            rows = list(_rows_at(file, first, last - first))
+        else:
+            block = most_bytes // num_blocks
+            starts = (first + at * (last - first - block) // (num_blocks - 1) for at in range(num_blocks))
+            rows = [row for start in starts for row in islice(_rows_at(file, start, block), rows_per_block)]
+    low, high = steps or (-LARGEST, LARGEST)
+    return [row for row in rows if (step := number(row.get("step"))) is not None and low <= step <= high]
+
+
+def _offset_of(file: BinaryIO, step: float, size: int) -> int:
+    """Return an offset close before the row of a step."""
+    low, high = 0, size
+    while high - low > _PAGE_BYTES:
+        middle = (low + high) // 2
+        row = next(_rows_at(file, middle, _PAGE_BYTES), {})
+        if (number(row.get("step")) or 0.0) < step:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _rows_at(file: BinaryIO, start: int, length: int) -> Iterator[dict[str, Any]]:
+    """Yield the intact rows that lie within a part of a JSON Lines file."""
+    file.seek(start)
+    lines = file.read(length).split(b"\n")
+    for line in lines[1:] if start else lines:
         try:
             row = parse_json(line)
         except ValueError:
             continue
         if isinstance(row, dict):
-            rows.append(row)
-    return rows
+            yield row

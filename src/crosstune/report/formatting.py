@@ -44,14 +44,14 @@ _CONTROLS = frozenset({"shuffled", "zero"})
 """Words in the names of control metrics, measured with wrong inputs: no direction is better."""
 
 
-class Shown(NamedTuple):
+class FormattedValue(NamedTuple):
     """A formatted value: the text on the page, and the full value for its tooltip."""
 
     text: str
     full: str = ""
 
 
-def show_number(value: float, *, digits: int = 3) -> Shown:
+def show_number(value: float, *, digits: int = 3) -> FormattedValue:
     """Format a measured value with a few significant digits."""
     size = abs(value)
     if value == 0:
@@ -61,22 +61,22 @@ def show_number(value: float, *, digits: int = 3) -> Shown:
     else:
         exponent = int(f"{size:e}".partition("e")[2])
         text = f"{value:,.{max(0, digits - 1 - exponent)}f}"
-    return Shown(signed(text), repr(value))
+    return FormattedValue(signed(text), repr(value))
 
 
-def show_setting(value: float) -> Shown:
+def show_setting(value: float) -> FormattedValue:
     """Format a chosen value, such as a learning rate, as users type it."""
     text = f"{value:.4g}" if value == 0 or abs(value) >= 1e-3 else short_exponent(f"{value:.3e}")
-    return Shown(signed(text), repr(value))
+    return FormattedValue(signed(text), repr(value))
 
 
-def show_count(value: float) -> Shown:
+def show_count(value: float) -> FormattedValue:
     whole = round(value)
     full = signed(f"{whole:,}")
     for divisor, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if abs(whole) >= divisor:
-            return Shown(f"{show_number(whole / divisor, digits=3).text} {unit}", full)
-    return Shown(full, full)
+            return FormattedValue(f"{show_number(whole / divisor, digits=3).text} {unit}", full)
+    return FormattedValue(full, full)
 
 
 def show_examples(data: Mapping[str, Any]) -> str:
@@ -96,7 +96,7 @@ def ranked(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not (equal and name == "rewards/accuracies")}
 
 
-def few_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def terminal_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics for the terminal."""
     if "rewards/chosen" not in metrics:
         return dict(metrics)
@@ -109,37 +109,37 @@ def byte_unit(size: float) -> tuple[str, int]:
     return _BYTE_UNITS[power], 1024**power
 
 
-def show_bytes(value: float) -> Shown:
+def show_bytes(value: float) -> FormattedValue:
     unit, divisor = byte_unit(value)
-    return Shown(f"{show_number(value / divisor, digits=3).text} {unit}", f"{round(value):,} bytes")
+    return FormattedValue(f"{show_number(value / divisor, digits=3).text} {unit}", f"{round(value):,} bytes")
 
 
-def show_seconds(value: float) -> Shown:
+def show_seconds(value: float) -> FormattedValue:
     full = f"{value:,.3f} seconds"
     if 0 < value < 1:
-        return Shown(f"{show_number(1000 * value).text} ms", f"{value!r} seconds")
+        return FormattedValue(f"{show_number(1000 * value).text} ms", f"{value!r} seconds")
     if value < 60:
-        return Shown(f"{show_setting(float(f'{value:.3g}')).text} s", full)
+        return FormattedValue(f"{show_setting(float(f'{value:.3g}')).text} s", full)
     minutes, seconds = divmod(round(value), 60)
     if minutes < 60:
-        return Shown(f"{minutes} min {seconds:02} s", full)
-    return Shown(f"{minutes // 60} h {minutes % 60:02} min", full)
+        return FormattedValue(f"{minutes} min {seconds:02} s", full)
+    return FormattedValue(f"{minutes // 60} h {minutes % 60:02} min", full)
 
 
-def show_rate(tokens_per_s: float) -> Shown:
+def show_rate(tokens_per_s: float) -> FormattedValue:
     text = show_count(tokens_per_s).text if tokens_per_s >= 100 else show_number(tokens_per_s, digits=3).text
-    return Shown(f"{text} tok/s", f"{tokens_per_s!r} tokens per second")
+    return FormattedValue(f"{text} tok/s", f"{tokens_per_s!r} tokens per second")
 
 
-def show_share(share: float) -> Shown:
+def show_share(share: float) -> FormattedValue:
     """Format a fraction as a percentage."""
     percent = 100 * share
     text = f"{percent:.1f}" if abs(percent) >= 10 or percent == 0 else show_number(percent, digits=2).text
-    return Shown(f"{signed(text.removesuffix('.0'))}\N{NO-BREAK SPACE}%", repr(share))
+    return FormattedValue(f"{signed(text.removesuffix('.0'))}\N{NO-BREAK SPACE}%", repr(share))
 
 
-def show_time(moment: datetime) -> Shown:
-    return Shown(moment.strftime("%Y-%m-%d %H:%M %Z").strip(), moment.isoformat())
+def show_time(moment: datetime) -> FormattedValue:
+    return FormattedValue(moment.strftime("%Y-%m-%d %H:%M %Z").strip(), moment.isoformat())
 
 
 def read_time(value: Any) -> datetime | None:
@@ -151,25 +151,25 @@ def read_time(value: Any) -> datetime | None:
     return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
 
 
-def show_option(value: Any) -> Shown:
+def show_option(value: Any) -> FormattedValue:
     """Format an option's value as the user writes it: no rounding, no thousands separators."""
     if value is None:
-        return Shown("not set")
+        return FormattedValue("not set")
     if isinstance(value, str):
-        return Shown(value or "(empty)")
+        return FormattedValue(value or "(empty)")
     if isinstance(value, (list, tuple)) and all(isinstance(item, (str, int, float)) for item in value):
         is_text = any(str(item).endswith(".") for item in value)
-        return Shown((" " if is_text else ", ").join(str(item) for item in value) or "(none)")
-    return Shown(json.dumps(value, ensure_ascii=False, default=str))
+        return FormattedValue((" " if is_text else ", ").join(str(item) for item in value) or "(none)")
+    return FormattedValue(json.dumps(value, ensure_ascii=False, default=str))
 
 
-def show_named(name: str, value: Any) -> Shown:
+def show_named(name: str, value: Any) -> FormattedValue:
     """Format a recorded value in the unit that its name implies, such as `_bytes` or `_s`."""
     amount = number(value)
     if amount is None:
         if isinstance(value, bool):
-            return Shown("yes" if value else "no")
-        return Shown("not recorded") if value is None else show_option(value)
+            return FormattedValue("yes" if value else "no")
+        return FormattedValue("not recorded") if value is None else show_option(value)
     if name.endswith("_bytes"):
         return show_bytes(amount)
     if name.endswith(("_s", "seconds")):
@@ -207,7 +207,7 @@ class MetricDisplay:
     """Label and format of a metric."""
 
     label: str
-    show: Callable[[float], Shown]
+    show: Callable[[float], FormattedValue]
     unit: str = ""
     divisor: float = 1.0
     """Axes show values divided by this."""
@@ -222,7 +222,7 @@ class MetricDisplay:
 class Change:
     """The formatted difference between two values."""
 
-    amount: Shown
+    amount: FormattedValue
     verdict: str
     """better, worse, unchanged, or empty if the better direction is unknown."""
     rising: bool
@@ -256,7 +256,7 @@ def ordered(names: Iterable[str]) -> list[str]:
 def change_between(before: float, after: float, display: MetricDisplay) -> Change:
     delta = after - before
     if delta == 0:
-        return Change(amount=Shown("no change"), verdict="unchanged", rising=False)
+        return Change(amount=FormattedValue("no change"), verdict="unchanged", rising=False)
     if display.points:
         text = f"{show_number(abs(delta) * display.points).text} points"
     elif before > 0:
@@ -264,5 +264,5 @@ def change_between(before: float, after: float, display: MetricDisplay) -> Chang
     else:
         text = show_number(abs(delta)).text
     verdict = {1: "better", -1: "worse", 0: ""}[display.better * (1 if delta > 0 else -1)]
-    amount = Shown(f"{'+' if delta > 0 else MINUS}{text}", repr(delta))
+    amount = FormattedValue(f"{'+' if delta > 0 else MINUS}{text}", repr(delta))
     return Change(amount=amount, verdict=verdict, rising=delta > 0)

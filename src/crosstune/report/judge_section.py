@@ -30,8 +30,8 @@ TITLES = {
 }
 """Metric -> title, in the order of the table."""
 LOWER_IS_BETTER = frozenset({"mae", "rmse", "ece"})
-MOST_POINTS = 2000
-MOST_CHARACTERS = 400
+MAX_POINTS = 2000
+MAX_CHARACTERS = 400
 _LIMIT_BYTES = 256 << 20
 
 
@@ -124,7 +124,7 @@ def _scatter(folder: Path) -> Chart | None:
         (number(row.get("expected")), number(row.get("predicted"))) for row in map(mapping, listed(rows))
     ]
     known = [(first, second) for first, second in pairs if first is not None and second is not None]
-    points = known[:: max(1, -(-len(known) // MOST_POINTS))]
+    points = known[:: max(1, -(-len(known) // MAX_POINTS))]
     return _square(
         "Scores: judge against labels",
         points,
@@ -171,6 +171,4 @@ def _worst(row: Mapping[str, Any]) -> dict[str, str]:
         verdict = "unreadable" if row.get(name) is None else row[name]
         found[name] = f"{verdict:.1f}" if isinstance(verdict, float) else verdict
     texts = {name: "" if text is None else str(text) for name, text in found.items()}
-    return {
-        name: text[:MOST_CHARACTERS] + "…" * (len(text) > MOST_CHARACTERS) for name, text in texts.items()
-    }
+    return {name: text[:MAX_CHARACTERS] + "…" * (len(text) > MAX_CHARACTERS) for name, text in texts.items()}

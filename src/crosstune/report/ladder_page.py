@@ -11,7 +11,7 @@ from typing import Any
 from crosstune.files.json_files import read_object
 from crosstune.report.charts import Chart, Series
 from crosstune.report.files import listed, mapping, number
-from crosstune.report.formatting import Shown, show_bytes, show_rate, show_time
+from crosstune.report.formatting import FormattedValue, show_bytes, show_rate, show_time
 from crosstune.report.template import fill, write_page
 
 LADDER_FILE, PAGE_FILE = "ladder.json", "ladder.html"
@@ -73,7 +73,7 @@ def _trials(ends: Mapping[str, Any], side: str) -> list[Mapping[str, Any]]:
     return [mapping(trial) for trial in listed(ends.get(side))]
 
 
-def _figures(ends: Mapping[str, Any]) -> list[tuple[str, Shown]]:
+def _figures(ends: Mapping[str, Any]) -> list[tuple[str, FormattedValue]]:
     base, new = _trials(ends, "base"), _trials(ends, "new")
     if not base or not new:
         return []
@@ -83,10 +83,10 @@ def _figures(ends: Mapping[str, Any]) -> list[tuple[str, Shown]]:
     return [
         (f"original {over}", show_rate(_middle(base, rate))),
         (f"final {over}", show_rate(_middle(new, rate))),
-        ("ratio", Shown(f"x {number(ends.get('speed')) or 1.0:.2f}")),
+        ("ratio", FormattedValue(f"x {number(ends.get('speed')) or 1.0:.2f}")),
         ("original peak memory", show_bytes(_middle(base, "peak_bytes"))),
         ("final peak memory", show_bytes(_middle(new, "peak_bytes"))),
-        ("ratio", Shown(f"x {number(ends.get('memory')) or 1.0:.2f}")),
+        ("ratio", FormattedValue(f"x {number(ends.get('memory')) or 1.0:.2f}")),
     ]
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from crosstune.report.charts import Chart, Series
 from crosstune.report.formatting import NOT_FINITE, short_exponent, signed
-from crosstune.report.series import Point, finite_values, kept_indices
+from crosstune.report.series import NUM_BUCKETS, Point, finite_values, kept_indices
 
 FEW_POINTS = 12
 """Maximum number of points of a curve that are also drawn as dots."""
-MOST_LOG_TICKS = 8
+MAX_LOG_TICKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ def log_axis(values: Sequence[float]) -> Axis:
     first = max(tick for tick in round_values if tick <= low * (1 + 1e-9))
     last = min(tick for tick in round_values if tick >= high * (1 - 1e-9))
     ticks = [tick for tick in round_values if first <= tick <= last]
-    while len(ticks) > MOST_LOG_TICKS:
-        ticks = ticks[::3] if len(ticks) > 3 * MOST_LOG_TICKS else ticks[::2]
+    while len(ticks) > MAX_LOG_TICKS:
+        ticks = ticks[::3] if len(ticks) > 3 * MAX_LOG_TICKS else ticks[::2]
     return Axis(low=first, high=last, ticks=tuple(ticks), is_log=True)
 
 
@@ -135,6 +135,43 @@ def layout(chart: Chart) -> dict[str, Any]:
     }
 
 
+def chart_data(chart: Chart, *, num_buckets: int) -> dict[str, Any]:
+    """Return a chart with downsampled curves for a page that draws it with a script. The values are those of the axis."""
+    drawn = _thinned([each for each in chart.series if finite_values(each.points)], num_buckets=num_buckets)
+    return {
+        "title": chart.title,
+        "unit": chart.unit,
+        "divisor": chart.divisor,
+        "from_zero": chart.from_zero,
+        "x_label": chart.x_label,
+        "span": chart.span,
+        "wide": chart.shape == "wide",
+        "has_log": chart.logarithmic is not None,
+        "description": describe(chart),
+        "figures": [(name, shown.text) for name, shown in chart.figures] if chart.shows_figures else [],
+        "notes": list(chart.notes),
+        "marks": [{"at": mark.at, "label": mark.label, "look": mark.look} for mark in chart.marks],
+        "series": [
+            {
+                "label": each.label,
+                "look": each.look,
+                "colour": each.colour,
+                "key": each.key,
+                "window": each.window,
+                "x": [at for at, _ in each.points],
+                "y": [None if value is None else _short(value / chart.divisor) for _, value in each.points],
+            }
+            for each in drawn
+        ],
+        "others": [chart_data(each, num_buckets=num_buckets) for each in chart.other_axes],
+    }
+
+
+def _short(value: float) -> float:
+    """Round to the digits that a chart can show."""
+    return float(f"{value:.7g}")
+
+
 def describe(chart: Chart) -> str:
     """Return the chart's text alternative for screen readers."""
     first, last = chart.x_range
@@ -159,17 +196,17 @@ def _axes(chart: Chart) -> tuple[Axis, Axis]:
     return down, step_axis(*(chart.span or chart.x_range))
 
 
-def _thinned(series: Sequence[Series]) -> list[Series]:
+def _thinned(series: Sequence[Series], *, num_buckets: int = NUM_BUCKETS) -> list[Series]:
     """Downsample every curve; curves over the same steps keep the same steps, so that they are read out together."""
     steps = [step for step, _ in series[0].points]
-    shared = kept_indices(series[0].points)
+    shared = kept_indices(series[0].points, num_buckets=num_buckets)
     drawn = []
     for each in series:
         if each.look in ("bars", "scatter"):
             drawn.append(each)
             continue
         same = [step for step, _ in each.points] == steps
-        indices = shared if same else kept_indices(each.points)
+        indices = shared if same else kept_indices(each.points, num_buckets=num_buckets)
         drawn.append(replace(each, points=[each.points[index] for index in indices]))
     return drawn
 

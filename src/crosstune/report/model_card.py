@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +10,12 @@ from typing import Any
 
 import yaml
 
-from crosstune.config.option import Holds
+from crosstune.config.option import StringKind
 from crosstune.config.schema import options_by_name
 from crosstune.core import __version__
+from crosstune.core.intervals import wilson
 from crosstune.core.safe_text import redact
+from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY, HUB_NAMES
 from crosstune.report.charts import run_charts
 from crosstune.report.eval_section import collect_eval
 from crosstune.report.files import RunFiles, mapping, number
@@ -23,7 +24,6 @@ from crosstune.report.outcome import METHODS, evaluations, summed
 from crosstune.report.template import draw
 
 CURVE = "loss.svg"
-_Z95 = 1.96
 _OMITTED = (
     "precision",
     "backend",
@@ -156,14 +156,6 @@ def _metric_rows(run: RunFiles) -> Iterator[tuple[str, ...]]:
         yield (f"held-out {row.label}", *cells)
 
 
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a fraction of `count` examples."""
-    square = _Z95**2 / count
-    middle = (share + square / 2) / (1 + square)
-    half = _Z95 * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def _benchmark_rows(run: RunFiles) -> Iterator[tuple[str, ...]]:
     found = collect_eval(run.folder)
     for row in found["rows"] if found else ():
@@ -177,7 +169,13 @@ def _data(run: RunFiles) -> str:
     name = str(options.get("dataset") or "")
     bases = (Path(), *run.folder.parents)
     is_path = not re.fullmatch(r"[\w-]+/[\w-]+", name) or any((base / name).exists() for base in bases)
-    rows = [("source", "a local file, not published" if is_path or not name else name)]
+    if name in HUB_NAMES:
+        source = HUB_NAMES[name].repo
+    elif name in (*BUNDLED, DUMMY):
+        source = f"{name}, a dataset of crosstune"
+    else:
+        source = "a local file, not published" if is_path or not name else name
+    rows = [("source", source)]
     rows += [
         (label, show_count(amount).text)
         for label, amount in (
@@ -193,13 +191,13 @@ def _data(run: RunFiles) -> str:
 
 
 def _options(run: RunFiles) -> Iterator[tuple[str, str]]:
-    """Yield the resolved options that the run was asked for, without paths and names of this machine."""
+    """Yield the requested options with their resolved values, without paths and names of this machine."""
     known, used = options_by_name(), mapping(run.plan.get("options"))
     yield "precision", str(run.plan.get("precision"))
     yield "backend", str(run.plan.get("backend"))
     for name in run.asked:
         option = known.get(name)
-        if option is None or option.holds is not Holds.WORDS or name in _OMITTED:
+        if option is None or option.holds is not StringKind.WORDS or name in _OMITTED:
             continue
         value = show_option(used.get(name)).text
         if not value.startswith(("/", "~", ".")):

@@ -11,15 +11,15 @@ from typing import Any
 from crosstune.config.recipe_spec import next_commands
 from crosstune.files.paths import shown_path
 from crosstune.report.files import RunFiles, mapping, number, read_mapping
-from crosstune.report.outcome import End
+from crosstune.report.outcome import RunEnd
 from crosstune.report.series import best_evaluation, evaluation_losses
 
 STILL_FALLING = 0.98
-"""More steps may help if the last evaluation loss is below this multiple of the one before."""
+"""More steps may help if the last evaluation loss is below this multiple of the previous one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Next:
+class Suggestion:
     """A suggested command."""
 
     label: str
@@ -27,24 +27,24 @@ class Next:
     why: str = ""
 
 
-def use_result(summary: Mapping[str, Any], folder: Path, *, options: Any) -> Iterator[Next]:
-    """Yield commands that use the result: the recipe's own, or the usual ones of a language model."""
+def use_result(summary: Mapping[str, Any], folder: Path, *, options: Any) -> Iterator[Suggestion]:
+    """Yield commands that use the result: the recipe's commands, or the usual commands for a language model."""
     run = shlex.quote(shown_path(folder))
     if own := next_commands(shown_path(folder), options):
-        yield from (Next(label=label, command=command) for label, command in own)
+        yield from (Suggestion(label=label, command=command) for label, command in own)
         return
     if not summary.get("generates"):
         return
-    yield Next(label="try it", command=f'crosstune generate {run} --prompt "..."', why="one answer")
-    yield Next(label="chat", command=f"crosstune chat {run}", why="a conversation")
+    yield Suggestion(label="try it", command=f'crosstune generate {run} --prompt "..."', why="one answer")
+    yield Suggestion(label="chat", command=f"crosstune chat {run}", why="a conversation")
     if Path(str(summary.get("result"))).name == "adapter":
-        yield Next(
+        yield Suggestion(
             label="merge", command=f"crosstune merge {run}", why="the adapter into its base, as one model"
         )
     to, why = (
         ("gguf", "for llama.cpp and Ollama") if _writes_gguf(summary, folder) else ("hf", "for other tools")
     )
-    yield Next(label="export", command=f"crosstune export {run} --to {to}", why=why)
+    yield Suggestion(label="export", command=f"crosstune export {run} --to {to}", why=why)
 
 
 def _writes_gguf(summary: Mapping[str, Any], folder: Path) -> bool:
@@ -58,44 +58,44 @@ def _writes_gguf(summary: Mapping[str, Any], folder: Path) -> bool:
     return place.is_dir() and can_write_gguf(place)
 
 
-def next_steps(run: RunFiles, end: End) -> list[Next]:
+def next_steps(run: RunFiles, end: RunEnd) -> list[Suggestion]:
     """Return suggestions, the most useful first."""
-    found = list[Next]()
+    found = list[Suggestion]()
     summary = run.summary
     folder = shlex.quote(shown_path(run.folder))
     if end.status == "running":
-        return [Next(label="watch", command=f"crosstune report {folder}", why="update this page")]
+        return [Suggestion(label="watch", command=f"crosstune report {folder}", why="update this page")]
     if end.status != "finished":
         found.append(_continue(run, folder))
     found += _advice(run, folder)
     if summary.get("result"):
         found += use_result(summary, run.folder, options=run.plan.get("options"))
     compare = f"crosstune compare {folder} OTHER --out compare.html"
-    return [*found, Next(label="compare", command=compare, why="with another run")]
+    return [*found, Suggestion(label="compare", command=compare, why="with another run")]
 
 
-def _continue(run: RunFiles, folder: str) -> Next:
+def _continue(run: RunFiles, folder: str) -> Suggestion:
     if run.summary.get("checkpoint") or (run.folder / "checkpoints" / "latest").exists():
         command = f"crosstune train --resume {folder}"
-        return Next(label="continue", command=command, why="from the last checkpoint")
+        return Suggestion(label="continue", command=command, why="from the last checkpoint")
     why = "no checkpoint was saved, so it starts over; --save_steps keeps some"
-    return Next(label="again", command="crosstune train --overwrite ... --save_steps 100", why=why)
+    return Suggestion(label="again", command="crosstune train --overwrite ... --save_steps 100", why=why)
 
 
-def _advice(run: RunFiles, folder: str) -> Iterator[Next]:
+def _advice(run: RunFiles, folder: str) -> Iterator[Suggestion]:
     """Yield suggestions from the evaluation curve."""
     best = best_evaluation(run)
     if best is None:
         why = "no held-out data was evaluated, so it is unknown whether the model improved"
-        yield Next(label="evaluate", command="crosstune train ... --eval_dataset FILE", why=why)
+        yield Suggestion(label="evaluate", command="crosstune train ... --eval_dataset FILE", why=why)
     elif best.overfits:
         why = f"the evaluation loss was lowest at step {best.step:,.0f} and rose afterwards"
-        yield Next(label="stop early", command="crosstune train ... --early_stopping 3", why=why)
+        yield Suggestion(label="stop early", command="crosstune train ... --early_stopping 3", why=why)
     elif best.is_last and _still_falls(run):
         why = "the evaluation loss was still falling at the end"
         command = f"crosstune train --resume {folder} {_twice_as_long(run)}"
         if run.summary.get("checkpoint"):
-            yield Next(label="train longer", command=command, why=why)
+            yield Suggestion(label="train longer", command=command, why=why)
 
 
 def _twice_as_long(run: RunFiles) -> str:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from crosstune.core.events import Evaluated, Event, Failed, Loaded, Stopped
+from crosstune.core.events import Evaluated, Event, Failed, Loaded, Started, Stopped
 from crosstune.report.files import RunFiles, is_running, listed, mapping, number
 from crosstune.report.formatting import (
     NOT_FINITE,
     Change,
-    Shown,
+    FormattedValue,
     change_between,
     display_of,
     ordered,
@@ -24,7 +24,14 @@ from crosstune.report.formatting import (
     show_seconds,
     show_share,
 )
-from crosstune.report.series import best_evaluation, evaluation_step, finite_values, overfitting, step_points
+from crosstune.report.series import (
+    best_evaluation,
+    evaluation_step,
+    finite_values,
+    overfitting,
+    running_total,
+    step_points,
+)
 
 METHODS = {
     "full": "all of its weights",
@@ -32,11 +39,11 @@ METHODS = {
     "dora": "DoRA adapters",
     "llama_pro": "new blocks (Llama-Pro)",
 }
-MOST_METRICS = 2
+MAX_METRICS = 2
 """Metrics in the summary; the cards of the page show all."""
 
 
-class End(NamedTuple):
+class RunEnd(NamedTuple):
     """The status of a run, and its reason."""
 
     status: str
@@ -49,8 +56,8 @@ class MetricChange:
     """A metric at the start and at the end of a run; None where it was not measured."""
 
     label: str
-    before: Shown | None
-    after: Shown | None
+    before: FormattedValue | None
+    after: FormattedValue | None
     before_label: str
     after_label: str
     change: Change | None
@@ -62,7 +69,7 @@ class Total(NamedTuple):
     """A total of the run, with a detail."""
 
     label: str
-    value: Shown
+    value: FormattedValue
     detail: str = ""
 
 
@@ -76,22 +83,24 @@ def status_of(run: RunFiles, *, running: bool | None) -> str:
     for event in reversed(run.events):
         if event.get("kind") in (Failed.kind, Stopped.kind):
             return str(event["kind"])
+        if event.get("kind") == Started.kind:
+            break  # what is before ended an earlier part of the run
     if run.problems:
         return "damaged"
     return "killed" if running is False else "unknown"
 
 
-def end_of(run: RunFiles) -> End:
+def end_of(run: RunFiles) -> RunEnd:
     """Return the status of a run and its reason, for the page."""
     status = status_of(run, running=is_running(run.folder))
     if status == "running":
-        return End(status, "This page shows the steps so far.")
+        return RunEnd(status, "This page shows the steps so far.")
     if status == "killed":
-        return End("stopped", "No end is recorded and no process holds the run lock: it was killed.")
+        return RunEnd("stopped", "No end is recorded and no process holds the run lock: it was killed.")
     if status == "unknown":
-        return End("stopped", "No end is recorded: it was killed, or its folder was copied while it ran.")
+        return RunEnd("stopped", "No end is recorded: it was killed, or its folder was copied while it ran.")
     event = next((_last(run, kind) for kind in (Failed, Stopped) if kind.kind == status), {})
-    return End(status, str(run.summary.get("error") or event.get("error") or event.get("reason") or ""))
+    return RunEnd(status, str(run.summary.get("error") or event.get("error") or event.get("reason") or ""))
 
 
 def _last(run: RunFiles, event: type[Event]) -> Mapping[str, Any]:
@@ -138,8 +147,13 @@ def _metrics_when(run: RunFiles, when: str) -> Mapping[str, Any]:
     return mapping(found[-1].get("metrics")) if found else {}
 
 
+def result_metrics(run: RunFiles) -> Mapping[str, Any]:
+    """Return the evaluated metrics of the result."""
+    return (_result_evaluation(run) or _last_evaluation(run))[0]
+
+
 def _result_evaluation(run: RunFiles) -> tuple[Mapping[str, Any], str] | None:
-    """Return the metrics of the best step if the result has its weights instead of the last ones."""
+    """Return the metrics of the best step if the result has the weights of that step and not the last weights."""
     best, last = mapping(run.summary.get("best")), mapping(run.summary.get("last"))
     step = number(best.get("step"))
     if step is None or step != run.summary.get("result_step") or step == last.get("step"):
@@ -163,10 +177,10 @@ def _metric_change(
     first, last = number(before.get(name)), number(after.get(name))
     display = display_of(name, [value for value in (first, last) if value is not None])
 
-    def show(values: Mapping[str, Any], value: float | None) -> Shown | None:
+    def show(values: Mapping[str, Any], value: float | None) -> FormattedValue | None:
         if value is not None:
             return display.show(value)
-        return Shown(NOT_FINITE) if name in values else None
+        return FormattedValue(NOT_FINITE) if name in values else None
 
     return MetricChange(
         label=display.label,
@@ -220,15 +234,15 @@ def peak_memory(run: RunFiles) -> float | None:
 def summed(run: RunFiles, key: str) -> float | None:
     """Return a total from the summary, or else summed over the steps."""
     recorded = number(run.summary.get(key))
-    steps = finite_values(step_points(run.metrics, key))
-    return sum(steps) if recorded is None and steps else recorded
+    has_steps = recorded is None and finite_values(step_points(run.metrics, key))
+    return running_total(run, key)[-1][1] if has_steps else recorded
 
 
-def duration(run: RunFiles) -> Shown | None:
+def duration(run: RunFiles) -> FormattedValue | None:
     """Return the run's duration, or else the time spent in steps."""
     seconds, spent = number(run.summary.get("seconds")), summed(run, "step_s")
     if seconds is None and spent is not None:
-        return Shown(f"{show_seconds(spent).text} in steps")
+        return FormattedValue(f"{show_seconds(spent).text} in steps")
     return None if seconds is None else show_seconds(seconds)
 
 
@@ -240,12 +254,12 @@ def devices(run: RunFiles) -> list[Mapping[str, Any]]:
     ]
 
 
-def lead_sentences(run: RunFiles, end: End) -> list[str]:
-    """Describe what was trained, how the metrics changed, and which weights are the result."""
+def lead_sentences(run: RunFiles, end: RunEnd) -> list[str]:
+    """Describe the training, the change of the metrics, and the weights in the result."""
     return [sentence for sentence in (_trained(run, end), _changed(run), _result(run)) if sentence]
 
 
-def _trained(run: RunFiles, end: End) -> str:
+def _trained(run: RunFiles, end: RunEnd) -> str:
     verb = {"finished": "Trained", "running": "Training"}.get(end.status, "Started training")
     parts = [f"{verb} {_model(run)}"]
     data = mapping(run.plan.get("data"))
@@ -283,7 +297,7 @@ def _changed(run: RunFiles) -> str:
     """Describe how the evaluated metrics changed, or the training loss if nothing was evaluated."""
     found = [text for row in evaluations(run) if (text := _change_text(row))]
     if found:
-        return f"On held-out data {' and '.join(found[:MOST_METRICS])}."
+        return f"On held-out data {' and '.join(found[:MAX_METRICS])}."
     loss = training_loss(run)
     said = _change_text(loss, label="the training loss") if loss is not None else ""
     return f"No held-out data was evaluated{'; ' * bool(said)}{said}."

@@ -21,7 +21,7 @@ from crosstune.report.profile_section import collect_profile
 from crosstune.report.samples import collect_samples, lead_sample
 from crosstune.report.template import fill, write_page
 
-MOST_EVENTS = 400
+MAX_EVENTS = 400
 MISSING_MEANS = {
     "config.yaml": "the requested options come from the plan.",
     "plan.json": "the resolved options, the data and the machine are unknown.",
@@ -40,8 +40,9 @@ def write_report(run_dir: Path) -> Path:
     return target
 
 
-def render(run: RunFiles) -> str:
-    """Return the page as HTML. A section with damaged records is replaced by a warning."""
+def render(run: RunFiles, *, template: str = "page.html.jinja", draws: bool = True) -> str:
+    """Return the page as HTML, without `draws` without its curves; `cell.html.jinja` has only the result and the curves. A
+    section with damaged records is replaced by a warning."""
     problems = list(run.problems)
 
     def section(title: str, build: Callable[[], Any], default: Any = None) -> Any:
@@ -53,13 +54,13 @@ def render(run: RunFiles) -> str:
             return default
 
     data = mapping(run.plan.get("data"))
-    end = section("Status", lambda: outcome.end_of(run), outcome.End("unknown"))
-    charts = section("Charts", lambda: run_charts(run), [])
+    end = section("Status", lambda: outcome.end_of(run), outcome.RunEnd("unknown"))
+    charts = section("Charts", lambda: run_charts(run) if draws else [], [])
     samples = section("Samples", lambda: collect_samples(run))
     events = section("Events", lambda: facts.event_rows(run), [])
     missing = [name for name in run.missing if name != "summary.json" or end.status != "running"]
     return fill(
-        "page.html.jinja",
+        template,
         run=run,
         end=end,
         verdicts=section("Verdicts", lambda: outcome.verdicts(run), []),
@@ -89,7 +90,7 @@ def render(run: RunFiles) -> str:
         identity=section("Weights", lambda: facts.identity_facts(run), []),
         command=section("Command", lambda: facts.reproduce_command(run), ""),
         notable_events=[event for event in events if event["notable"]],
-        events=events[-MOST_EVENTS:],
+        events=events[-MAX_EVENTS:],
         num_events=len(events),
         written=show_time(datetime.fromtimestamp(run.read_time).astimezone()),
         problems=problems,

@@ -8,10 +8,10 @@ from typing import Any
 from crosstune.core.events import Profiled
 from crosstune.report.charts import memory_chart
 from crosstune.report.files import RunFiles, listed, mapping, number
-from crosstune.report.formatting import Shown, show_number, show_seconds, show_share
+from crosstune.report.formatting import FormattedValue, show_number, show_seconds, show_share
 
-MOST_OPERATORS = 15
-MOST_PATHS = 20
+MAX_OPERATORS = 15
+MAX_PATHS = 20
 
 
 def collect_profile(run: RunFiles) -> dict[str, Any] | None:
@@ -26,9 +26,9 @@ def collect_profile(run: RunFiles) -> dict[str, Any] | None:
         "title": f"{show_seconds(step_s).text} per step, the mean of {steps} recorded steps",
         "phases": _phases(phases),
         "figures": _figures(result, step_s),
-        "operators": [_operator(mapping(each)) for each in listed(result.get("operators"))[:MOST_OPERATORS]],
+        "operators": [_operator(mapping(each)) for each in listed(result.get("operators"))[:MAX_OPERATORS]],
         "memory": memory_chart(result.get("memory_timeline")),
-        "files": [str(events[-1].get("path", "")), *map(str, listed(result.get("files")))][:MOST_PATHS],
+        "files": [str(events[-1].get("path", "")), *map(str, listed(result.get("files")))][:MAX_PATHS],
     }
 
 
@@ -45,15 +45,17 @@ def _phases(phases: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _figures(result: Mapping[str, Any], step_s: float) -> list[tuple[str, Shown]]:
+def _figures(result: Mapping[str, Any], step_s: float) -> list[tuple[str, FormattedValue]]:
     """Return the utilization of the device and its measured limits."""
-    limits, found = mapping(result.get("limits")), list[tuple[str, Shown]]()
+    limits, found = mapping(result.get("limits")), list[tuple[str, FormattedValue]]()
     busy, cores = number(result.get("device_busy_share")), number(result.get("cores_busy"))
     flops, share = number(result.get("flops")), number(result.get("limit_share"))
     if busy is not None:
         found.append(("Device busy", show_share(busy)))
     if cores is not None:
-        found.append(("CPU", Shown(f"{cores:.1f} of {result.get('num_cores')} cores busy", repr(cores))))
+        found.append(
+            ("CPU", FormattedValue(f"{cores:.1f} of {result.get('num_cores')} cores busy", repr(cores)))
+        )
     if flops and step_s > 0:
         found.append(("Matmul speed", _rate(flops / step_s, "FLOP/s")))
     if share is not None:
@@ -65,10 +67,10 @@ def _figures(result: Mapping[str, Any], step_s: float) -> list[tuple[str, Shown]
     return found
 
 
-def _rate(value: float, unit: str) -> Shown:
+def _rate(value: float, unit: str) -> FormattedValue:
     prefixes = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
     factor, prefix = next((pair for pair in prefixes if value >= pair[0]), (1.0, ""))
-    return Shown(f"{show_number(value / factor).text} {prefix}{unit}", repr(value))
+    return FormattedValue(f"{show_number(value / factor).text} {prefix}{unit}", repr(value))
 
 
 def _operator(each: Mapping[str, Any]) -> dict[str, Any]:

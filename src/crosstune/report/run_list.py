@@ -18,6 +18,7 @@ from crosstune.report.files import (
     mapping,
     number,
     read_mapping,
+    read_summary,
     rewind,
 )
 from crosstune.report.outcome import peak_memory, speed, status_of
@@ -80,10 +81,7 @@ def read_listed(folder: Path, *, changed: float) -> ListedRun:
     """Read a run for the list. `problems` lists damaged files; their values are missing."""
     problems = list[str]()
     plan = read_mapping(folder / "plan.json", problems)
-    summary = read_mapping(folder / "summary.json", problems)
-    running = is_running(folder)
-    if running:
-        summary = {}  # of an earlier part of the run
+    summary, running = read_summary(folder, problems), is_running(folder)
     run = RunFiles(
         folder=folder,
         plan=plan,

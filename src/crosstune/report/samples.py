@@ -15,12 +15,12 @@ from crosstune.report.files import RunFiles, listed, mapping
 from crosstune.report.series import Best, best_evaluation, evaluation_step
 
 METRIC = "exact_match"
-MOST_DURING = 2
+MAX_DURING = 2
 """Maximum number of evaluations shown between `before` and `after`."""
-MOST_PROMPTS = 40
-MOST_CHARACTERS = 6000
-MOST_FRAMES = 200
-MOST_WORDS = 600
+MAX_PROMPTS = 40
+MAX_CHARACTERS = 6000
+MAX_FRAMES = 200
+MAX_WORDS = 600
 """Longer texts are not compared: the time is quadratic."""
 _WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 
@@ -89,7 +89,7 @@ def collect_samples(run: RunFiles) -> Samples:
     kept = [place for place, event in enumerate(moments) if _is_result(event, run)]
     return Samples(
         columns=columns,
-        rows=rows[:MOST_PROMPTS],
+        rows=rows[:MAX_PROMPTS],
         num_prompts=len(rows),
         num_moments=len(recorded),
         result=kept[-1] if kept else -1,
@@ -97,7 +97,7 @@ def collect_samples(run: RunFiles) -> Samples:
 
 
 def _is_result(event: Mapping[str, Any], run: RunFiles) -> bool:
-    """Return True if the result has the weights of this evaluation, and not the last ones."""
+    """Return True if the result has the weights of this evaluation, and not the last weights."""
     step, kept = evaluation_step(event, run), run.summary.get("result_step")
     return event.get("when") != "before" and step == kept and kept != run.last_step
 
@@ -105,11 +105,11 @@ def _is_result(event: Mapping[str, Any], run: RunFiles) -> bool:
 def _choose(
     recorded: Sequence[Mapping[str, Any]], *, best: Best | None, run: RunFiles
 ) -> list[Mapping[str, Any]]:
-    """Choose the evaluations before and after training, and two in between, among them the best."""
+    """Choose the evaluations before and after training, and two in between, including the best."""
     before = [event for event in recorded if event.get("when") == "before"][-1:]
     after = [event for event in recorded if event.get("when") == "after"][-1:]
     during = [event for event in recorded if event.get("when") not in ("before", "after")]
-    if len(during) > MOST_DURING:
+    if len(during) > MAX_DURING:
         third = len(during) / 3
         kept = (
             [during[int(third)], during[int(2 * third)]] if after else [during[len(during) // 2], during[-1]]
@@ -151,21 +151,21 @@ def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]], compares: 
             continue
         text = str(sample.get("answer", ""))
         mark = ("match" if text == reference else "no match") if compared and reference else ""
-        frames = [_cut(printable(str(frame))) for frame in listed(sample.get("frames"))[:MOST_FRAMES]]
+        frames = [_cut(printable(str(frame))) for frame in listed(sample.get("frames"))[:MAX_FRAMES]]
         answers.append(Answer(text=_cut(text), mark=mark, frames=frames))
     return SampleRow(prompt=_cut(key[0]), reference=_cut(reference), answers=compare_answers(answers))
 
 
 def compare_answers(answers: Sequence[Answer]) -> list[Answer]:
-    """Mark the words of each answer that the previous one lacks; in the first answer, words that the next one lacks."""
+    """Mark the words of each answer that the previous answer lacks; in the first answer, words that the next answer lacks."""
     found = []
     for place, answer in enumerate(answers):
-        others = [*answers[:place][::-1], *answers[place + 1 :]]
+        others = answers[:place][::-1] if place else answers[1:]
         other = next((each for each in others if each.text is not None), None)
         if not answer.text:
             found.append(answer)
         elif other is None:
-            found.append(replace(answer, pieces=[Piece(answer.text, False)]))
+            found.append(replace(answer, pieces=[Piece(answer.text, False)], is_same=False))
         else:
             pieces = changed_pieces(answer.text, other.text or "")
             same = place > 0 and other.text == answer.text
@@ -174,17 +174,17 @@ def compare_answers(answers: Sequence[Answer]) -> list[Answer]:
 
 
 def _cut(text: str) -> str:
-    if len(text) <= MOST_CHARACTERS:
+    if len(text) <= MAX_CHARACTERS:
         return text
-    return f"{text[:MOST_CHARACTERS]}… [{len(text) - MOST_CHARACTERS:,} more characters]"
+    return f"{text[:MAX_CHARACTERS]}… [{len(text) - MAX_CHARACTERS:,} more characters]"
 
 
 def changed_pieces(text: str, other: str) -> list[Piece]:
-    """Split a text into pieces and mark what the other text lacks. A long text stays one piece."""
+    """Split a text into pieces and mark the words that the other text lacks. A long text stays one piece."""
     words, others = _WORDS.findall(text), _WORDS.findall(other)
     if not text:
         return []
-    if max(len(words), len(others)) > MOST_WORDS:
+    if max(len(words), len(others)) > MAX_WORDS:
         return [Piece(text, False)]
     matches = SequenceMatcher(a=others, b=words, autojunk=False).get_opcodes()
     pieces = [
@@ -222,7 +222,7 @@ def lead_sample(samples: Samples) -> SampleRow | None:
 
 
 def _interest(row: SampleRow) -> tuple[bool, bool, int]:
-    """Sort key: newly correct answers first, then changed ones, then shorter ones."""
+    """Sort key: newly correct answers first, then changed answers, then shorter answers."""
     first, last = row.answers[0], row.answers[-1]
     became_correct = last.mark == "match" and first.mark != "match"
     return became_correct, first.text != last.text, -len(row.prompt) - len(last.text or "")

@@ -126,9 +126,14 @@
     command.append(button);
   };
 
-  if (navigator.clipboard) document.querySelectorAll(".command").forEach(offerCopy);
-  document.querySelectorAll(".plot[data-readout]").forEach(attach);
-  document.querySelectorAll("pre[data-frames]").forEach(replay);
+  const enliven = (part) => {
+    if (navigator.clipboard) part.querySelectorAll(".command").forEach(offerCopy);
+    part.querySelectorAll(".plot[data-readout]").forEach(attach);
+    part.querySelectorAll("pre[data-frames]").forEach(replay);
+  };
+  enliven(document);
+  // A page that shows parts of a report says so for each.
+  document.addEventListener("crosstune:drawn", (event) => enliven(event.target));
   // Open all details for printing: a closed one prints as its title alone.
   window.addEventListener("beforeprint", () => {
     document.querySelectorAll("details").forEach((each) => { each.open = true; });

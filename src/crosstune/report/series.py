@@ -17,7 +17,7 @@ Point = tuple[float, float | None]
 NUM_BUCKETS = 120
 SMOOTHED_SHARE = 20
 """The smoothing window is this fraction of the points: 1 / 20."""
-FEWEST_TO_SMOOTH = 12
+MIN_TO_SMOOTH = 12
 GAP = 0.1
 """Overfitting is likely where the training loss is below the evaluation loss by more than this fraction of it."""
 
@@ -51,14 +51,24 @@ def step_points(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
 
 
 def final_loss(run: RunFiles) -> float | None:
-    """Return the training loss of the last step, the one figure for the end of a training."""
+    """Return the training loss of the last step; every page and table uses this figure."""
     points = step_points(run.metrics, "loss")
     return points[-1][1] if points else number(run.summary.get("final_loss"))
 
 
-def smoothed_points(run: RunFiles, key: str) -> list[Point]:
+def running_total(run: RunFiles, key: str) -> list[tuple[float, float]]:
+    """Return the sum of a metric up to each step. A row of a sample stands for the steps since the row before it."""
+    found, total, before = list[tuple[float, float]](), 0.0, 0.0
+    for step, value in step_points(run.metrics, key):
+        total += (value or 0.0) * (step - before if run.is_sampled else 1)
+        before = step
+        found.append((step, total))
+    return found
+
+
+def smoothed_points(run: RunFiles, key: str, *, smoothing: float = 1.0) -> list[Point]:
     points = step_points(run.metrics, key)
-    return smooth(points, window=smoothing_window(len(points)))
+    return smooth(points, window=smoothing_window(len(points), smoothing=smoothing))
 
 
 def task_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -131,11 +141,12 @@ def finite_values(points: Sequence[Point]) -> list[float]:
     return [value for _, value in points if value is not None]
 
 
-def smoothing_window(num_points: int) -> int:
-    """Return an odd number of points to average over; 1 when there are too few points to smooth."""
-    if num_points < FEWEST_TO_SMOOTH:
+def smoothing_window(num_points: int, *, smoothing: float = 1.0) -> int:
+    """Return an odd number of points to average over, `smoothing` times as many as usual; 1 without smoothing or when there
+    are too few points."""
+    if num_points < MIN_TO_SMOOTH or smoothing <= 0:
         return 1
-    return max(5, num_points // SMOOTHED_SHARE) | 1
+    return max(5, int(smoothing * num_points) // SMOOTHED_SHARE) | 1
 
 
 def smooth(points: Sequence[Point], *, window: int) -> list[Point]:

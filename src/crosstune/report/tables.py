@@ -21,7 +21,7 @@ from crosstune.core.events import (
 from crosstune.report.files import RunFiles, is_adjustment, listed, mapping, number
 from crosstune.report.formatting import (
     MINUS,
-    Shown,
+    FormattedValue,
     is_flat,
     label_of,
     read_time,
@@ -38,7 +38,7 @@ from crosstune.report.formatting import (
 from crosstune.report.outcome import devices, duration
 from crosstune.tracking.tracker import TrackingFailed
 
-Fact = tuple[str, Shown]
+Fact = tuple[str, FormattedValue]
 Row = dict[str, Any]
 """A row of a table for the templates."""
 _NOTABLE = (Warned, Failed, Stopped, Interrupted, NonFinite, CheckpointFailed, Moved, TrackingFailed)
@@ -72,7 +72,9 @@ def header_facts(run: RunFiles) -> list[Fact]:
         ("Duration", duration(run)),
     ]
     return [
-        (name, value if isinstance(value, Shown) else Shown(str(value))) for name, value in facts if value
+        (name, value if isinstance(value, FormattedValue) else FormattedValue(str(value)))
+        for name, value in facts
+        if value
     ]
 
 
@@ -83,7 +85,7 @@ def option_rows(run: RunFiles) -> list[Row]:
         {
             "name": name,
             "asked": show_option(asked),
-            "used": show_option(used[name]) if name in used else Shown("not recorded"),
+            "used": show_option(used[name]) if name in used else FormattedValue("not recorded"),
             "differs": name in used and used[name] != asked,
         }
         for name, asked in run.asked.items()
@@ -130,7 +132,7 @@ def flat(values: Mapping[str, Any], *, of: str = "", levels: int = 3) -> Iterato
 
 
 def masked_example(data: Mapping[str, Any]) -> Row | None:
-    """Return an example in pieces, each with whether it is supervised; None if no example is recorded."""
+    """Return the pieces of an example, each with a flag for supervision; None if no example is recorded."""
     found = mapping(data.get("example"))
     pieces = [
         (str(piece.get("text", "")), piece.get("supervised") is True)
@@ -149,7 +151,7 @@ def machine_facts(run: RunFiles) -> list[Fact]:
     for index, device in enumerate(devices(run)):
         size = number(device.get("memory_total_bytes"))
         memory = f", {show_bytes(size).text}" if size else ""
-        facts.append((f"Device {index}", Shown(f"{device.get('name', 'unnamed')}{memory}")))
+        facts.append((f"Device {index}", FormattedValue(f"{device.get('name', 'unnamed')}{memory}")))
     return facts
 
 
@@ -202,7 +204,7 @@ def plan_against_measured(run: RunFiles) -> list[Row]:
         {
             "label": label,
             "planned": show(planned),
-            "measured": Shown("not yet") if measured is None else show(measured),
+            "measured": FormattedValue("not yet") if measured is None else show(measured),
             "difference": _difference(planned, measured),
         }
         for label, planned, measured, show in figures
@@ -245,13 +247,13 @@ def _event_rows(event: Mapping[str, Any], start: datetime | None) -> Iterator[Ro
         yield {"time": moment, "kind": Warned.kind, "text": str(sentence), "notable": True}
 
 
-def _event_time(seconds: float | None, start: datetime | None) -> Shown:
+def _event_time(seconds: float | None, start: datetime | None) -> FormattedValue:
     if seconds is None or not 0 <= seconds < 1e11:
-        return Shown("–")
+        return FormattedValue("–")
     moment = datetime.fromtimestamp(seconds, tz=start.tzinfo if start else timezone.utc)
     if start is None or moment < start:
         return show_time(moment)
-    return Shown(f"+{show_seconds((moment - start).total_seconds()).text}", moment.isoformat())
+    return FormattedValue(f"+{show_seconds((moment - start).total_seconds()).text}", moment.isoformat())
 
 
 def _event_text(event: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from crosstune.report.charts import Chart
 from crosstune.report.layout import layout
 
 MARK = b'<meta name="generator" content="crosstune">'
-"""Part of the head of every page; such a page may be replaced."""
+"""Marks every page in its head; a file with this mark may be overwritten."""
 
 
 def fill(template: str, **contents: Any) -> str:
@@ -45,7 +45,7 @@ def draw(chart: Chart) -> Markup:
 
 @cache
 def _environment() -> Environment:
-    """Return the template environment, cached: most of the time of a page is compiling templates."""
+    """Return the template environment, cached, since compiling templates takes most of the time of a page."""
     environment = Environment(
         loader=FunctionLoader(_asset),
         autoescape=True,

@@ -9,7 +9,7 @@ from pathlib import Path
 from crosstune.config.load import cache_override
 from crosstune.core.events import ModelProgress, Observer
 from crosstune.models.cache import install
-from crosstune.models.file_hashes import sha256_of_all
+from crosstune.models.file_hashes import sha256_of_all, write_checksums
 from crosstune.models.identity import identity
 from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import dense_bytes
@@ -33,6 +33,7 @@ def cached_export(target: str, trained: Trained, model: ModelFolder, to: str, *,
 
     def build(folder: Path, scratch: Path) -> None:
         export(Request(target=target, out=folder / result), Form(to=to), observer=observer)
+        write_checksums(folder)
 
     folder = install(
         f"{stem}-{to}-{key[:_KEY_CHARS]}",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from crosstune.config.load import load_config, make_config
+from crosstune.core.answers import Earlier
+from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Warned
 from crosstune.core.protocols import Generates
 from crosstune.core.sampling import GREEDY, Sampling
@@ -20,6 +24,7 @@ from crosstune.planner.gather import make_plan, plan_over_quantized
 from crosstune.recipes.judge.verdicts import read_judge_settings
 from crosstune.results.opened import check_base
 from crosstune.results.trained_folder import Trained, find_trained
+from crosstune.results.verify import check_finite
 from crosstune.runs.open_parts import find_model, open_session
 
 
@@ -39,15 +44,18 @@ class ChatModel:
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
         on_text: Callable[[str], None] | None = None,
+        place: str = "The conversation",
     ) -> str:
-        """Return the model's next turn. `on_text` receives it as it is generated."""
+        """Return the model's next turn. `on_text` receives it as it is generated; `place` names the prompt in errors."""
         stream = _TextStream(self.tokenizer, on_text) if on_text is not None else None
-        [answer] = self.answers(
-            [messages],
+        [answer] = self.continue_tokens(
+            self.encode([messages], [place]),
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             on_token=stream.on_token if stream else None,
         )
+        if stream is not None:
+            stream.end(answer)
         return answer
 
     def answers(
@@ -56,17 +64,52 @@ class ChatModel:
         *,
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
-        on_token: Callable[[int], None] | None = None,
     ) -> list[str]:
         """Return the model's next turn in each conversation, generated as a batch."""
-        generated = self.session.generate(
-            [encode_prompt(messages, self.tokenizer) for messages in conversations],
-            max_new_tokens=max_new_tokens,
-            stop_ids=sorted(self.tokenizer.stop_ids),
-            sampling=sampling,
-            on_token=on_token,
-        )
-        return [self.tokenizer.decode(tokens).strip() for tokens in generated]
+        places = [f"Prompt {number}" for number, _ in enumerate(conversations, start=1)]
+        tokens = self.encode(conversations, places)
+        return self.continue_tokens(tokens, max_new_tokens=max_new_tokens, sampling=sampling)
+
+    def encode(
+        self, conversations: Sequence[Sequence[Message]], places: Sequence[str]
+    ) -> list[tuple[int, ...]]:
+        """Tokenize conversations. If one fills the model's context, raise a UserError that names it by its entry in `places`."""
+        found = [tuple(encode_prompt(messages, self.tokenizer)) for messages in conversations]
+        for place, tokens in zip(places, found, strict=True):
+            if self.max_tokens is not None and len(tokens) >= self.max_tokens:
+                raise UserError(
+                    f"{place} is too long for this model.",
+                    why=f"{len(tokens):,} tokens leave no room for an answer in its context of {self.max_tokens:,}.",
+                    do="shorten it (in a chat, /reset starts over), or use a model with a longer context",
+                )
+        return found
+
+    def continue_tokens(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        earlier: Earlier | None = None,
+        on_token: Callable[[int], None] | None = None,
+    ) -> list[str]:
+        """Return the text that follows each of the prompts of `encode`; an answer ends where the context ends."""
+        groups = defaultdict[int, list[int]](list)
+        for place, prompt in enumerate(prompts):
+            room = max_new_tokens if self.max_tokens is None else self.max_tokens - len(prompt)
+            groups[min(room, max_new_tokens)].append(place)
+        answers: dict[int, str] = {}
+        for num_new, places in groups.items():
+            generated = self.session.generate(
+                [prompts[place] for place in places],
+                max_new_tokens=num_new,
+                stop_ids=sorted(self.tokenizer.stop_ids),
+                sampling=sampling,
+                earlier=earlier,
+                on_token=on_token,
+            )
+            answers |= zip(places, map(self.tokenizer.decode, generated), strict=True)
+        return [answers[place] for place in range(len(prompts))]
 
 
 class _TextStream:
@@ -86,11 +129,16 @@ class _TextStream:
             self.on_text(text[len(self.shown) :])
             self.shown = text
 
+    def end(self, text: str) -> None:
+        """Pass on the rest of the text: an incomplete character."""
+        if rest := text[len(self.shown) :]:
+            self.on_text(rest)
+
 
 def open_chat_model(
-    target: str, *, observer: Observer, backend: str = "auto", precision: str = "auto"
+    target: str, *, observer: Observer, backend: str = "auto", precision: str = "auto", chats: bool = True
 ) -> ChatModel:
-    """Open a run folder, an adapter folder, or any value of --model_name."""
+    """Open a run folder, an adapter folder, or any value of --model_name. `chats`: warn if it has no chat template."""
     if backend == "auto":
         backend = load_config().backend  # the environment may set it
     trained = find_trained(target)
@@ -110,9 +158,15 @@ def open_chat_model(
     held = read_quantization(model.path) if trained.adapter is None else None
     if held is not None:
         plan = plan_over_quantized(plan, held.spec, folder=model.path)
-    session = open_session(plan, model, trained=False)
-    assert isinstance(session, Generates), "a causal language model generates"
+    session: Any = open_session(plan, model, trained=False)
     tokenizer = Tokenizer.from_folder(trained.tokenizer_folder(model.path), model=model.path)
+    if chats and tokenizer.chat_template is None:
+        message = (
+            f"{target} has no chat template: turns are written as lines `User: ...` and `Assistant: ...`"
+        )
+        observer.on_event(Warned(message=message))
+    check_finite(session.logits([[tokenizer.pad_id]]), target)  # NaN would become text and scores
+    assert isinstance(session, Generates), "a causal language model generates"
     return ChatModel(session=session, tokenizer=tokenizer, max_tokens=longest_context(model.path))
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,16 +20,19 @@ import numpy as np
 import yaml
 
 from crosstune.config.load import make_config
-from crosstune.core.errors import LIBRARY_FAULTS, UserError
-from crosstune.core.events import Evaluating, EvaluationStarted, Observer
-from crosstune.core.names import unknown_name
+from crosstune.core.errors import UserError, shown
+from crosstune.core.events import Evaluating, EvaluationStarted, Observer, Warned
+from crosstune.core.names import did_you_mean
 from crosstune.core.sampling import Sampling
 from crosstune.data.batches.token_batch import Example, pad_rows
+from crosstune.data.read.files import file_part
 from crosstune.data.render.rendering import render
-from crosstune.files.hub_reach import offline_if_unreachable
-from crosstune.files.json_files import read_json, write_json
-from crosstune.files.plain_files import file_sha256
+from crosstune.files.hub_connection import offline_if_unreachable
+from crosstune.files.journal import Journal
+from crosstune.files.json_files import read_json, to_json, write_json
+from crosstune.files.plain_files import kind_of, read_plain_text
 from crosstune.files.run_record import BENCHMARKS
+from crosstune.files.yaml_files import YAML_LIMIT
 from crosstune.models.folder import longest_context
 from crosstune.process.this_process import hide_output
 from crosstune.results.cached_export import weights_key
@@ -37,7 +45,7 @@ _FEWSHOT_SEED = 1234
 """The harness's own, so that numbers can be compared with its command line."""
 _DEFAULT_CONTEXT = 2048
 _DEFAULT_ANSWER = 256
-_SAME = ("side", "asked", "definition", "weights", "chat_template", "num_fewshot_asked", "limit")
+_SAME = ("side", "asked", "definition", "weights", "chat_template", "num_fewshot_asked", "limit", "precision")
 """Fields that identify a result: the same request is not computed again."""
 
 
@@ -50,7 +58,7 @@ class EvalRequest:
     num_fewshot: int | None = None
     """None: the task's own number."""
     limit: int | None = None
-    batch_size: int = 8
+    batch_size: int = 64
     backend: str = "auto"
     precision: str = "auto"
 
@@ -86,22 +94,41 @@ def evaluate(request: EvalRequest, *, observer: Observer) -> list[dict[str, Any]
                 "chat_template": request.chat_template,
                 "num_fewshot_asked": request.num_fewshot,
                 "limit": request.limit,
+                "precision": request.precision,
             }
             rows = [row for row in kept if all(row.get(name) == facts[name] for name in _SAME)]
-            if not rows:
+            if rows:
+                message = f"{asked} ({side} training) is not computed again: its result is in {place}"
+                observer.on_event(Warned(message=message))
+            else:
                 if chat_model is None:
                     chat_model = open_chat_model(
-                        target, observer=observer, backend=request.backend, precision=request.precision
+                        target,
+                        observer=observer,
+                        backend=request.backend,
+                        precision=request.precision,
+                        chats=False,
                     )
                     _check_template(target, chat_model, request)
-                show = _progress(observer, side, asked)
-                harness_model = _harness_model(chat_model, model.path, request, show)
-                rows = [facts | row for row in _run_task(asked, harness_model, index, request)]
+                with _open_journal(place, facts, observer) as journal:
+                    show = _progress(observer, side, asked, num_kept=len(journal.rows))
+                    answers = _Answers(journal, show)
+                    harness_model = _harness_model(chat_model, model.path, request, answers)
+                    rows = [facts | row for row in _run_task(asked, harness_model, index, request)]
                 kept = [*_read_results(place), *rows]  # another evaluation may have finished in between
                 if place is not None:
                     write_json(place, {"format": 1, "lm_eval": _version(), "results": kept})
+                journal.remove()
             found += rows
     return found
+
+
+def _open_journal(place: Path | None, facts: Mapping[str, Any], observer: Observer) -> Journal:
+    """Return the journal of a task's answers, next to the results of its run."""
+    asked = {**facts, "lm_eval": _version()}
+    key = hashlib.sha256(to_json(asked).encode()).hexdigest()[:12]
+    output = place.with_name(f"{place.name}.{key}") if place is not None else None
+    return Journal(output, asked, say=lambda said: observer.on_event(Warned(message=said)))
 
 
 def _read_results(place: Path | None) -> list[dict[str, Any]]:
@@ -123,7 +150,7 @@ def _sides(request: EvalRequest, trained: Trained) -> Iterator[tuple[str, str, T
 
 
 def _load_tasks(request: EvalRequest) -> tuple[Any, dict[str, str | None]]:
-    """Return the harness's index of tasks, and the tasks with the hash of their file, None for a task of the harness.
+    """Return the harness's index of tasks, and the tasks with the hash of their definition (None for a built-in task).
 
     The index of its own tasks takes many seconds, so it is made once, and only if it is needed."""
     from lm_eval.tasks import TaskManager
@@ -135,11 +162,68 @@ def _load_tasks(request: EvalRequest) -> tuple[Any, dict[str, str | None]]:
     for task in files:
         if not Path(task).is_file():
             raise UserError(f"There is no task file {task}.", do="check the path of the YAML file")
+        _check_data_files(task)
     index = TaskManager(include_defaults=len(files) < len(request.tasks))
     for task in request.tasks:
         if task not in files and task not in index.all_tasks:
-            raise unknown_name("task", task, index.all_tasks)
-    return index, {task: file_sha256(Path(task)) if task in files else None for task in request.tasks}
+            do = f"{did_you_mean(task, index.all_tasks)}To list the {len(index.all_tasks):,} tasks: lm_eval ls tasks"
+            raise UserError(f"Unknown task {shown(task)}.", do=do)
+    return index, {task: _definition(task, index) if task in files else None for task in request.tasks}
+
+
+def _check_data_files(task: str) -> None:
+    """Raise a UserError if the `data_files` of a task are pipes or devices, on which the datasets library would wait, or have
+    lines that are no JSON objects, on which it crashes."""
+
+    def check(node: Any, *, names_files: bool) -> None:
+        if isinstance(node, yaml.ScalarNode) and names_files:
+            path = Path(node.value)
+            if path.exists() and not path.is_file():
+                why = f"{path} is {kind_of(path)}."
+                raise UserError(
+                    f"The task {task} cannot be evaluated.", why=why, do="write its rows to a file"
+                )
+            if path.suffix == ".jsonl" and path.exists():
+                collections.deque(file_part(path).rows(), maxlen=0)
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                check(value, names_files=names_files or key.value == "data_files")
+        elif isinstance(node, yaml.SequenceNode):
+            for value in node.value:
+                check(value, names_files=names_files)
+
+    with _explained(task):
+        check(yaml.compose(read_plain_text(Path(task), limit=YAML_LIMIT), yaml.SafeLoader), names_files=False)
+
+
+def _definition(task: str, index: Any) -> str:
+    """Return a hash of the settings, functions and rows of a task file."""
+    sha = hashlib.sha256()
+    with _explained(task), hide_output():
+        for name, each in sorted(index.load([task])["tasks"].items()):
+            config = each.config.to_dict() | {"metadata": None}  # it has the path of the file
+            text = json.dumps([name, config], default=str, sort_keys=True)
+            sha.update(re.sub(r" at 0x[0-9a-f]+", "", text).encode())
+            for split, rows in sorted(each.dataset.items()):
+                sha.update(split.encode())
+                for row in rows:
+                    sha.update(json.dumps(row, default=str, sort_keys=True).encode())
+    return sha.hexdigest()
+
+
+@contextlib.contextmanager
+def _explained(task: str) -> Iterator[None]:
+    """Turn an error of the harness into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of the harness, of datasets, of a template or of the code in a task
+        raise UserError(
+            f"The task {task} cannot be evaluated.",
+            why=f"{type(error).__name__}: {error}",
+            do="check the task's file, and for a task of the harness that its dataset can be downloaded",
+        ) from error
 
 
 def _check_template(target: str, chat_model: ChatModel, request: EvalRequest) -> None:
@@ -151,7 +235,7 @@ def _run_task(task: str, model: Any, index: Any, request: EvalRequest) -> Iterat
     """Yield a row for each metric of a task."""
     from lm_eval.evaluator import evaluate as evaluate_tasks
 
-    try:
+    with _explained(task), hide_output():  # without the progress bars of the harness and of datasets
         loaded = index.load([task])
         for each in loaded["tasks"].values():
             shots = each.get_config("num_fewshot")
@@ -162,7 +246,7 @@ def _run_task(task: str, model: Any, index: Any, request: EvalRequest) -> Iterat
             if each.get_config("num_fewshot") is None:
                 each.set_config(key="num_fewshot", value=0)
             each.set_fewshot_seed(seed=_FEWSHOT_SEED)
-        with hide_output(), offline_if_unreachable():  # without the harness's own progress bars
+        with offline_if_unreachable():
             report = evaluate_tasks(
                 lm=model,
                 task_dict=loaded,
@@ -172,14 +256,6 @@ def _run_task(task: str, model: Any, index: Any, request: EvalRequest) -> Iterat
                 apply_chat_template=request.chat_template,
                 fewshot_as_multiturn=request.chat_template,
             )
-    except UserError:
-        raise
-    except (*LIBRARY_FAULTS, yaml.YAMLError, StopIteration) as error:
-        raise UserError(
-            f"The task {task} cannot be evaluated.",
-            why=f"{type(error).__name__}: {error}",
-            do="check the task's file, and for a task of the harness that its dataset can be downloaded",
-        ) from error
     assert report is not None, "this process has rank 0"
     names = [name for name in (task, *report.get("groups", {})) if name in report["results"]]
     for name in names or report["results"]:
@@ -204,22 +280,40 @@ def _version() -> str:
     return importlib.metadata.version("lm_eval")
 
 
-def _progress(observer: Observer, side: str, task: str) -> Callable[[int, int], None]:
+def _progress(observer: Observer, side: str, task: str, *, num_kept: int) -> Callable[[int, int], None]:
     """Return a callback that reports finished requests with their rate and the time left."""
     observer.on_event(EvaluationStarted(step=0, when=side))
     start = time.monotonic()
 
     def show(done: int, total: int) -> None:
-        rate = done / max(1e-9, time.monotonic() - start)
+        rate = max(1, done - num_kept) / max(1e-9, time.monotonic() - start)
         what = f"requests of {Path(task).stem}, {rate:.1f}/s, {(total - done) / rate:.0f} s left"
         observer.on_event(Evaluating(done=done, total=total, what=what))
 
     return show
 
 
-def _harness_model(
-    chat_model: ChatModel, folder: Path, request: EvalRequest, show: Callable[[int, int], None]
-) -> Any:
+@dataclass
+class _Answers:
+    """The answers of a task in the order of its requests; an earlier process may have left the first ones in the journal."""
+
+    journal: Journal
+    show: Callable[[int, int], None]
+    num_used: int = 0
+
+    def compute(self, num_requests: int, size: int, answer: Callable[[slice], Sequence[Any]]) -> list[Any]:
+        """Return the answers to the next requests; `answer` computes up to `size` of them."""
+        found = self.journal.rows[self.num_used : self.num_used + num_requests]
+        for start in range(len(found), num_requests, size):
+            new = answer(slice(start, start + size))
+            self.journal.add(new)
+            found += new
+            self.show(len(found), num_requests)
+        self.num_used += num_requests
+        return found
+
+
+def _harness_model(chat_model: ChatModel, folder: Path, request: EvalRequest, answers: _Answers) -> Any:
     """Return the model for the harness, computed by the session of either engine."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -263,15 +357,15 @@ def _harness_model(
             return super().loglikelihood(requests, disable_tqdm=True)
 
         def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-            found = []
-            for _, prompt, answer in requests:
-                tokens = np.array([*prompt, *answer][-context:], dtype=np.int32)
-                supervised = np.arange(len(tokens)) >= len(tokens) - len(answer)
+            def answer(place: slice) -> list[tuple[float, bool]]:
+                [(_, prompt, said)] = requests[place]
+                tokens = np.array([*prompt, *said][-context:], dtype=np.int32)
+                supervised = np.arange(len(tokens)) >= len(tokens) - len(said)
                 example = Example(tokens=tokens, supervised=supervised, index=0)
                 result = session.evaluate([pad_rows([example], pad_id=tokenizer.pad_id)])
-                found.append((-result.loss * result.weight, result.metrics["exact_match"] == 1.0))
-                show(len(found), len(requests))
-            return found
+                return [(-result.loss * result.weight, result.metrics["exact_match"] == 1.0)]
+
+            return [(value, is_greedy) for value, is_greedy in answers.compute(len(requests), 1, answer)]
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             sums = []
@@ -287,26 +381,28 @@ def _harness_model(
             return sums
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            found: list[str] = []
-            for place in range(0, len(requests), request.batch_size):
-                batch = [each.args for each in requests[place : place + request.batch_size]]
-                for (_, settings), group in _grouped(batch):
-                    found += self._generate(group, settings)
-                    show(len(found), len(requests))
-            return found
+            def answer(place: slice) -> list[str]:
+                batch = [each.args for each in requests[place]]
+                return [
+                    text
+                    for (_, settings), group in _grouped(batch)
+                    for text in self._generate(group, settings)
+                ]
+
+            return answers.compute(len(requests), request.batch_size, answer)
 
         def _generate(self, prompts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
             length = int(settings.get("max_gen_toks", _DEFAULT_ANSWER))
             until = settings.get("until") or []
             until = [until] if isinstance(until, str) else until
             warmth = float(settings.get("temperature") or 0) if settings.get("do_sample") else 0.0
-            answers = session.generate(
+            generated = session.generate(
                 [self.tok_encode(prompt)[-max(1, context - length) :] for prompt in prompts],
                 max_new_tokens=length,
                 stop_ids=sorted(tokenizer.stop_ids),
                 sampling=replace(Sampling(), temperature=warmth),
             )
-            texts = [tokenizer.decode(answer) for answer in answers]
+            texts = [tokenizer.decode(answer) for answer in generated]
             return [
                 min((text.split(stop)[0] for stop in until if stop), key=len, default=text) for text in texts
             ]

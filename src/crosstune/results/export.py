@@ -25,6 +25,7 @@ from crosstune.results.opened import (
     Opened,
     Request,
     check_for_mlx,
+    gguf_engine,
     open_engine,
     open_request,
     original_record,
@@ -33,6 +34,7 @@ from crosstune.results.opened import (
 )
 from crosstune.results.run_rows import RunRows, read_run_rows
 from crosstune.results.verify import chat_problems, check_finite, judge, refuse_unverified
+from crosstune.results.vllm import vllm_report
 
 FORMATS = ("hf", "mlx", "gguf", "ollama", "vllm")
 _NOT_FOR_MLX = (
@@ -59,7 +61,11 @@ class Form:
     @property
     def name(self) -> str:
         """The suffix of folders in this format."""
-        return self.mlx.name if self.to == "mlx" else self.to
+        if self.to == "mlx":
+            return self.mlx.name
+        kind = "auto" if self.max_kl is not None else "adapter" if self.adapter_only else self.kind
+        parts = (self.to, "" if kind == "auto" and self.max_kl is None else kind, "imatrix" * self.imatrix)
+        return "-".join(filter(None, parts))
 
     @property
     def mlx(self) -> WeightForm:
@@ -78,11 +84,12 @@ def export(
         check_out(request.out)
     if form.to == "mlx":
         open_engine("mlx").check_form(form.mlx)  # before the costly merge
-    opened, warnings = open_request(request, observer, engine="torch" if as_gguf else None)
+    opened, warnings = open_request(request, observer, engine=gguf_engine(request) if as_gguf else None)
     if form.to == "mlx":
         warnings += check_for_mlx(request.target, opened.model.path, opened.prompts)
     if as_gguf:
         from crosstune.models.gguf_writer import check_gguf
+        from crosstune.models.llama_cpp import require_llama_cpp
         from crosstune.results.gguf_export import check_adapter_alone, check_importance, check_max_kl
         from crosstune.results.gguf_search import REQUEST
 
@@ -91,10 +98,14 @@ def export(
         if form.imatrix:
             check_importance(opened.trained, form.kind if form.max_kl is None else "q4_k_m")
         warnings += check_gguf(opened.model.path, form.kind)
+        if not opened.engine.reads_gguf:
+            require_llama_cpp("Cannot check a GGUF file without torch.")
         if form.adapter_only:
             check_adapter_alone(opened.trained, opened.model.path)
         required = "Cannot measure the importance of weights on the run's rows." if form.imatrix else ""
         rows = read_run_rows(opened, observer, required=REQUEST if form.max_kl is not None else required)
+        if form.imatrix and not rows.train:
+            raise UserError(required, why="its recipe keeps no rows of tokens.", do="remove --imatrix")
         if form.max_kl is not None and not rows.held_out:
             raise UserError(
                 REQUEST, why="the run has no held-out rows.", do="choose a type, such as --gguf_type q6_k"
@@ -235,11 +246,10 @@ def _command_for_vllm(
     request: Request, observer: Observer, facts: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Return the command that serves the target with vLLM; nothing is written."""
-    from crosstune.results.gguf_export import vllm_command
-
     opened, warnings = open_request(request, observer, engine="torch")
-    report = {"to": "vllm", "warnings": warnings, "path": str(opened.trained.home or opened.model.path)}
-    return report | vllm_command(opened.trained, opened.model.path) | dict(facts or {})
+    report = vllm_report(opened.trained, opened.model.path) | dict(facts or {})
+    path = str(opened.trained.home or opened.model.path)
+    return report | {"to": "vllm", "path": path, "warnings": [*warnings, *report.get("warnings", ())]}
 
 
 def _copy_model(source: Path, target: Path) -> None:

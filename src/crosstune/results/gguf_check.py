@@ -36,6 +36,8 @@ _MUST = (
 """Every supported tokenizer must give the same tokens for these."""
 _MAY = ("नमस्ते दुनिया", "สวัสดีชาวโลก", "שָׁלוֹם עוֹלָם", "مَرْحَبًا بالعالم", "e\u0301 a\u0300 combining", "ﬁ ½ ② Ⅳ")
 """llama.cpp's patterns treat combining marks of some scripts differently; a difference is a warning."""
+_FAR_KL = 0.5
+"""In nats per token. Coarse types round a small adapter away."""
 _FORMATS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "q8_0": "q8_0"}
 
 
@@ -104,6 +106,10 @@ def check_in_llama_cpp(
                 f"its logits on the run's prompts differ by {on_prompts['agreement']['relative']:.2g} (relative), beyond "
                 f"the bound of {on_prompts['bound']:g}"
             )
+    kl = max(each["agreement"]["mean_kl"] for each in (verdict, verdict.get("on_run_prompts", verdict)))
+    far = [
+        f"at a mean KL divergence of {kl:.2g} its answers may be others than the trained model's: use a larger type"
+    ]
     same, wrong = _compare_answers(pairs, logits, rounding)
     # With experts, rounding may choose a different expert, and then a different token.
     exact = ("f32",) if "num_local_experts" in config else ("f32", "f16", "bf16")
@@ -117,7 +123,7 @@ def check_in_llama_cpp(
         },
         "answers": same,
         "problems": problems[:3],
-        "warnings": warnings[:1],
+        "warnings": [*(far if kl > _FAR_KL else ()), *warnings[:1]],
     }
 
 

@@ -30,7 +30,6 @@ from crosstune.results.trained_folder import Trained
 from crosstune.results.verify import judge
 
 _VERDICT = ("agreement", "bound", "verified")
-_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def write_model(
@@ -50,6 +49,11 @@ def write_model(
     matrix, `max_kl` chooses the type."""
     plain = stored_format(source.folder).replace("fp", "f")
     stage.result.mkdir()
+    said = []
+    if Tokenizer.from_folder(source.folder).chat_template is None:
+        said.append(
+            "the model has no chat template, so the file has none: llama.cpp writes chats as ChatML, Ollama passes on the text"
+        )
     importance = _measure_importance(source.folder, rows.train, opened, observer) if weighted else None
     report: dict[str, Any] = {"problems": []}
     if max_kl is None:
@@ -72,7 +76,7 @@ def write_model(
     report |= {"kind": kind, "file": name}
     if importance is not None:
         report["num_weighted"] = len(importance)
-    if is_readable(source.folder):
+    if opened.engine.reads_gguf and is_readable(source.folder):
         found = read_logits(stage.result, opened, gguf=name)
         report |= judge(measure_agreement(source.expected, found), opened.precision, bound_name(kind))
         reread = stage.scratch / "reread"
@@ -84,13 +88,14 @@ def write_model(
             report["problems"].append("crosstune's own GGUF reader reads different weights")
         report |= {"checked_by": opened.engine.reader, "own_reader": own, "reread": reread}
     if not llama_cpp.is_installed():
-        return report | {"said": ["not checked in llama.cpp; to do so: pip install 'crosstune[llamacpp]'"]}
+        said.append("not checked in llama.cpp; to do so: pip install 'crosstune[llamacpp]'")
+        return report | {"said": said}
     compare = functools.partial(
         check_in_llama_cpp, folder=source.folder, opened=opened, expected=source.expected, rows=rows
     )
     checked = compare(file, kind=kind)
     report["problems"] += checked.pop("problems")
-    report["said"] = checked.pop("warnings")
+    report["said"] = [*said, *checked.pop("warnings")]
     if kind not in (*GGUF_PLAIN, "q8_0"):
         # Quantization error can hide a wrong conversion, so compare the unquantized model too.
         dense = stage.scratch / "plain.gguf"
@@ -134,7 +139,7 @@ def check_adapter_alone(trained: Trained, base: Path) -> None:
     if trained.adapter is None:
         raise UserError(request, why="the target is a whole model.", do="remove --adapter_only")
     llama_cpp.require_llama_cpp(request)
-    why = _only_merged(trained)
+    why = trained.why_merged
     if read_quantization(base) is not None:
         why = why or "its base is a quantized folder, which llama.cpp does not read"
     if why:
@@ -158,38 +163,6 @@ def write_modelfile(folder: Path, file: str, tokenizer: Tokenizer) -> list[str]:
             "reads it: compare `ollama show --template NAME`"
         ]
     return []
-
-
-def vllm_command(trained: Trained, folder: Path) -> dict[str, Any]:
-    """Return the command that serves the target with vLLM; raise a UserError with the reason why vLLM rejects it."""
-    if trained.adapter is None:
-        return {"command": ["vllm", "serve", str(folder)]}
-    rank = int(trained.settings["r"])
-    why = _only_merged(trained)
-    if rank > _VLLM_RANKS[-1]:
-        why = why or f"its rank {rank} exceeds vLLM's limit of {_VLLM_RANKS[-1]}"
-    if why:
-        raise UserError(
-            "vLLM cannot serve this adapter.",
-            why=f"{why}.",
-            do=f"merge it: crosstune export {trained.home} --to hf, then serve that folder",
-        )
-    limit = next(each for each in _VLLM_RANKS if each >= rank)
-    name = trained.home.name if trained.home is not None else "adapter"
-    command = ["vllm", "serve", trained.base, "--enable-lora", "--max-lora-rank", str(limit)]
-    return {"command": [*command, "--lora-modules", f"{name}={trained.adapter}"]}
-
-
-def _only_merged(trained: Trained) -> str:
-    """Return why an adapter works only after a merge, empty if it works as it is."""
-    settings: Mapping[str, Any] = trained.settings
-    if settings.get("use_dora"):
-        return "it is a DoRA adapter, and its magnitudes are not applied"
-    if settings.get("modules_to_save"):
-        return f"it trained {', '.join(settings['modules_to_save'])} in full"
-    if settings.get("target_parameters"):
-        return "it adapts experts"
-    return "it added tokens" if trained.record.get("add_tokens") else ""
 
 
 def check_max_kl(trained: Trained, kind: str) -> None:
@@ -223,12 +196,11 @@ def _measure_importance(
     folder: Path, rows: list[list[int]], opened: Opened, observer: Observer
 ) -> Importance:
     """Return the mean squares of each linear layer's inputs on the training rows, by GGUF name."""
-    engine: Any = opened.engine
 
     def show(done: int, total: int) -> None:
         observer.on_event(Evaluating(done=done, total=total, what="rows", stage="importance of weights"))
 
-    squares = engine.input_squares(folder, rows, show=show)
+    squares = opened.engine.input_squares(folder, rows, show=show)
     family, settings = read_family(folder, read_config_json(folder))
     named = {tensor_name(family, settings, layer): values for layer, values in squares.items()}
     return {name: values for name, values in named.items() if name is not None}
@@ -255,7 +227,7 @@ def _write(
 
 
 def _with_llama_cpp(report: dict[str, Any], checked: dict[str, Any]) -> dict[str, Any]:
-    """Add llama.cpp's verdict, as the only one if no other reader knows the family."""
+    """Add llama.cpp's verdict, the only one if no other reader supports the family."""
     if "agreement" not in report:
         report |= {"checked_by": "llama.cpp", **{each: checked[each] for each in _VERDICT}}
     elif not checked["verified"]:

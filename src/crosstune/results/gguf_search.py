@@ -1,13 +1,14 @@
 """Find the smallest GGUF file whose token distributions stay near the trained model's on the run's held-out rows.
 
-Every file on the way is written and measured in llama.cpp, so no estimate decides.
+Every file on the way is written and measured in llama.cpp, so the choice does not depend on estimates.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ _GROUPS = {
     "feed-forward down": r"ffn_down",
     "embeddings": r"^(token_embd|output)\.",
 }
+_LEVELS = 2
+"""Smaller recipes whose types are tried for groups."""
+_MOST_TRIALS = 20
 _TOKENS = 1024
 _LOGIT_BYTES = 1 << 28
 _ROW_TOKENS = 256
@@ -39,15 +43,30 @@ Write = Callable[[Path, str, Mapping[str, str] | None], None]
 class Trial:
     """A file that was measured."""
 
-    name: str
-    kind: str
-    """The recipe with the fewest bits in it."""
-    types: Mapping[str, str] = field(repr=False)
-    num_bytes: int
+    recipe: str
+    lowered: Mapping[str, str]
+    """Group of layers -> the smaller recipe that gives its types."""
+    types: Mapping[str, str]
+    sizes: Mapping[str, int]
+    """The bytes of each tensor."""
     kl: float
 
+    @property
+    def kind(self) -> str:
+        """The recipe with the fewest bits in it."""
+        return [self.recipe, *self.lowered.values()][-1]
+
+    @property
+    def name(self) -> str:
+        groups = {
+            kind: [group for group in self.lowered if self.lowered[group] == kind]
+            for kind in self.lowered.values()
+        }
+        parts = "; ".join(f"{', '.join(names)} in {kind}" for kind, names in groups.items())
+        return f"{self.recipe} with {parts}" if parts else self.recipe
+
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "bytes": self.num_bytes, "kl": self.kl}
+        return {"name": self.name, "bytes": sum(self.sizes.values()), "kl": self.kl}
 
 
 class Search:
@@ -64,19 +83,17 @@ class Search:
         self.trials: list[Trial] = []
 
     def run(self, *, plain: str, max_kl: float, weighted: bool) -> tuple[Trial, list[Trial]]:
-        """Return the chosen file and all files measured. Recipes are tried from the smallest; then each group of layers
-        gets the types of the recipe before, the largest saving first, and keeps them if the file stays within the bound."""
+        """Return the chosen file and all files measured. Recipes are tried from the smallest; then groups of layers get
+        the types of smaller recipes, and keep them if the file stays within the bound."""
         plans = {kind: plan_types(self.folder, kind, weighted=weighted) for kind in (*_RECIPES, plain)}
         order = sorted(plans, key=lambda kind: sum(plans[kind][1].values()))
-        smaller: str | None = None
         for kind in order:
             types, sizes = plans[kind]
-            if smaller is not None and types == plans[smaller][0]:
+            if self.trials and types == self.trials[-1].types:
                 continue  # rows that 256 does not divide give some recipes the same types
-            chosen = self._measure(kind, kind, types, sum(sizes.values()))
+            chosen = self._measure(kind, {}, types, sizes)
             if chosen.kl <= max_kl:
                 break
-            smaller = kind
         else:
             least = min(trial.kl for trial in self.trials)
             raise UserError(
@@ -85,48 +102,63 @@ class Search:
                 do=f"use --max_kl {2 * least:.1g}, or choose a type with --gguf_type",
             )
         self.tried.replace(self.best)
-        if smaller is not None and chosen.name != plain:
-            chosen = self._lower_groups(chosen, smaller, plans, max_kl)
+        *smaller, chosen = self.trials
+        better = [trial for number, trial in enumerate(smaller) if trial.kl < _least_kl(smaller[:number])]
+        for trial in better[: -_LEVELS - 1 : -1]:
+            chosen = self._lower_groups(chosen, trial, max_kl)
         return chosen, self.trials
 
-    def _lower_groups(self, chosen: Trial, smaller: str, plans: Mapping[str, Any], max_kl: float) -> Trial:
-        lower, low_sizes = plans[smaller]
-        sizes, recipe = plans[chosen.name][1], chosen.name
-        lowered = list[str]()
-        savings = {
-            group: sum(
-                sizes[name] - low_sizes[name]
+    def _lower_groups(self, chosen: Trial, recipe: Trial, max_kl: float) -> Trial:
+        """Give groups of layers the types of a smaller recipe, the largest saving first; if a group is too coarse then,
+        only the middle half of its layers, as the first and last ones need more bits."""
+        layers = sorted(
+            {int(found[1]) for name in chosen.types if (found := re.match(r"blk\.(\d+)\.", name))}
+        )
+        middle = "|".join(map(str, layers[len(layers) // 4 : len(layers) - len(layers) // 4]))
+
+        def lower(pattern: str) -> dict[str, int]:
+            sizes, smaller = chosen.sizes, recipe.sizes
+            return {
+                name: smaller[name]
                 for name in sizes
-                if re.search(pattern, name) and low_sizes[name] < sizes[name]
-            )
+                if re.search(pattern, name) and smaller[name] < sizes[name]
+            }
+
+        saved = {
+            group: sum(chosen.sizes[name] - size for name, size in lower(pattern).items())
             for group, pattern in _GROUPS.items()
         }
-        for group in sorted(
-            (each for each in savings if savings[each]), key=savings.__getitem__, reverse=True
-        ):
-            types = {
-                name: lower[name]
-                if re.search(_GROUPS[group], name) and low_sizes[name] < sizes[name]
-                else kept
-                for name, kept in chosen.types.items()
-            }
-            name = f"{recipe} with {', '.join([*lowered, group])} in {smaller}"
-            trial = self._measure(name, smaller, types, chosen.num_bytes - savings[group], recipe=recipe)
-            if trial.kl <= max_kl:
-                self.tried.replace(self.best)
-                chosen = trial
-                lowered.append(group)
+        for group in sorted((each for each in saved if saved[each]), key=saved.__getitem__, reverse=True):
+            whole = _GROUPS[group]
+            for key, pattern in ((group, whole), (f"middle {group}", rf"^blk\.({middle})\..*{whole}")):
+                sizes = lower(pattern)
+                types = {**chosen.types, **{name: recipe.types[name] for name in sizes}}
+                if any(types == trial.types for trial in self.trials):
+                    continue
+                if len(self.trials) == _MOST_TRIALS:
+                    return chosen
+                kept = {name: kind for name, kind in chosen.lowered.items() if not name.endswith(key)}
+                lowered = {**kept, key: recipe.recipe}
+                trial = self._measure(chosen.recipe, lowered, types, {**chosen.sizes, **sizes})
+                if trial.kl <= max_kl:
+                    self.tried.replace(self.best)
+                    chosen = trial
+                    break
         return chosen
 
     def _measure(
-        self, name: str, kind: str, types: Mapping[str, str], num_bytes: int, *, recipe: str | None = None
+        self, recipe: str, lowered: Mapping[str, str], types: Mapping[str, str], sizes: Mapping[str, int]
     ) -> Trial:
-        self.write(self.tried, recipe or kind, types)
+        self.write(self.tried, recipe, types)
         found = llama_cpp.ask(self.tried, prompts=self.rows).logits
         kl = measure_agreement(self.expected, found).mean_kl
-        trial = Trial(name=name, kind=kind, types=types, num_bytes=num_bytes, kl=kl)
+        trial = Trial(recipe=recipe, lowered=lowered, types=types, sizes=sizes, kl=kl)
         self.trials.append(trial)
         return trial
+
+
+def _least_kl(trials: Sequence[Trial]) -> float:
+    return min((trial.kl for trial in trials), default=math.inf)
 
 
 def _bounded(rows: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:

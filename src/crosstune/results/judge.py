@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from crosstune.config.load import make_config
 from crosstune.config.schema import Config, option_list
 from crosstune.core.errors import UserError
@@ -34,6 +36,7 @@ from crosstune.recipes.judge.read_items import ItemReader
 from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, read_judge_settings
 from crosstune.results.opened import check_base
 from crosstune.results.trained_folder import Trained, find_trained
+from crosstune.results.verify import check_finite
 from crosstune.runs.open_parts import find_model, open_session
 
 _BATCHES_AT_ONCE = 16
@@ -42,7 +45,7 @@ _BATCHES_AT_ONCE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeRequest:
-    """A judge to open, its device, and how to get its verdicts."""
+    """A judge to open, its device, and the way to get its verdicts."""
 
     target: str
     base: str | None = None
@@ -85,7 +88,7 @@ def backend_for_test(config: Config, trained_on: str) -> str:
 def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, observer: Observer) -> Judge:
     """Open a run, an adapter or a model as a judge. A model that was not trained as a judge uses the format of `config`."""
     trained, settings = find_judge(request)
-    # Items without a scale are on --score_scale, or else on the judge's.
+    # Items without a scale use --score_scale, otherwise the judge's scale.
     own_scale = settings is not None and "score_scale" not in config.sources
     default = read_scale(settings.scale if settings is not None and own_scale else config.score_scale)
     scale = common_scale(items, default=default)
@@ -162,6 +165,7 @@ def ask(
         for start in range(len(journal.rows), len(items), journal.block):
             block = items[start : start + journal.block]
             judged = judge.judge(block, by=request.by, max_new_tokens=request.max_new_tokens, progress=show)
+            check_verdicts(judged, request.target)
             journal.add(dataclasses.asdict(one) for one in judged)
     found = [_read_judgement(row) for row in journal.rows]
     if num_long := sum(one.too_long for one in found):
@@ -172,6 +176,12 @@ def ask(
             )
         )
     return found
+
+
+def check_verdicts(judged: Sequence[Judgement], name: str) -> None:
+    """Raise a UserError if a judge computed a score or a probability that is not finite."""
+    numbers = [[one.score or 0.0, *one.probabilities, *one.rewards] for one in judged]
+    check_finite([np.array(each) for each in numbers], name)
 
 
 def _read_judgement(row: Mapping[str, Any]) -> Judgement:

@@ -168,6 +168,13 @@ def show_bytes(observer: Observer, stage: str, name: str) -> Callable[[int, int]
     return show
 
 
+def gguf_engine(request: Request) -> str:
+    """Return the engine that computes a model to compare its GGUF file with: MLX on request or without torch."""
+    has_mlx = importlib.util.find_spec("mlx_lm") is not None
+    by_mlx = request.backend == "mlx" or (request.backend == "auto" and not has_torch())
+    return "mlx" if has_mlx and by_mlx else "torch"
+
+
 def has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 

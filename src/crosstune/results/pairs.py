@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import hashlib
+import glob
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -13,13 +13,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from crosstune.core.answers import Answer
 from crosstune.core.errors import UserError, shown
 from crosstune.core.events import Observer, Warned
+from crosstune.core.intervals import wilson
 from crosstune.core.sampling import Sampling
 from crosstune.data.read.files import file_part
 from crosstune.data.render.rendering import encode_prompt
-from crosstune.files.journal import Journal, file_stamps
-from crosstune.files.json_files import to_json
+from crosstune.files.journal import SUFFIX, Journal, file_stamps
 from crosstune.files.outputs import write_output
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.verdicts import is_number
@@ -34,10 +35,8 @@ Progress = Callable[[str, int, int], None]
 Row = dict[str, Any]
 PREFERENCES = ("chosen", "rejected", "tie", "unscored")
 _BLOCK = 64
-"""Items scored between two writes of the journal."""
+"""Answers sampled, or items scored, between two writes of the journal."""
 _NUM_BUCKETS = 4
-_Z = 1.959964
-"""The normal quantile of a 95 % interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +78,8 @@ def make_pairs(request: MakeRequest, scorer: Scorer, *, observer: Observer, prog
     write_output(request.out, b"".join(map(json_line, rows)))
     sampled.remove()
     scored.remove()
+    for other in out.parent.glob(f"{glob.escape(out.name)}{SUFFIX}~*"):  # scores of another judge
+        other.unlink(missing_ok=True)
     num_cut = sum(row["num_cut"] for row in sampled.rows)
     found = about | {"output": str(request.out), "num_prompts": len(asked), "num_pairs": len(rows)}
     found |= {"without_pair": dict(without), "num_answers": request.num * len(asked), "num_cut": num_cut}
@@ -87,33 +88,44 @@ def make_pairs(request: MakeRequest, scorer: Scorer, *, observer: Observer, prog
 
 
 def _sample(request: MakeRequest, scorer: Scorer, observer: Observer, progress: Progress) -> Journal:
-    """Return a journal with the answers to each prompt, and how many reached --max_new_tokens. The answers to a prompt are
-    a batch with a seed made from the prompt, so that they do not depend on the other prompts."""
+    """Return a journal with the answers to each prompt, and the number that reached --max_new_tokens. Equal prompts have
+    the same answers, which do not depend on the other prompts."""
     trained, total = find_trained(request.model), request.num * len(request.prompts)
     files = file_stamps(trained.adapter, Path(trained.base).expanduser())
     asked = [repr(replace(request, out=Path(), margin=0.0)), files]
     with Journal(request.out, asked, say=lambda said: observer.on_event(Warned(message=said))) as journal:
         if len(journal.rows) == len(request.prompts):
             return journal
-        where = {"backend": request.backend, "precision": request.precision}
-        model = open_chat_model(request.model, observer=observer, **where)
+        model = open_chat_model(
+            request.model, observer=observer, backend=request.backend, precision=request.precision
+        )
         tokens = _encode(request, model)
-        for place in range(len(journal.rows), len(request.prompts)):
-            progress("answers", request.num * place, total)
-            key = f"{request.sampling.seed} {to_json(request.prompts[place].messages)}".encode()
-            seed = int(hashlib.sha256(key).hexdigest()[:12], 16)
-            generated = model.session.generate(
-                [tokens[place]] * request.num,
+        while (start := len(journal.rows)) < len(request.prompts):
+            # a failing function fails before the long work
+            count = 1 if scorer.runs_code and not start else -(-_BLOCK // request.num)
+            block = [tuple(prompt) for prompt in tokens[start : start + count]]
+            done = itertools.count(request.num * start)
+            every = [prompt for prompt in dict.fromkeys(block) for _ in range(request.num)]
+            found: dict[tuple[int, ...], list[Answer]] = defaultdict(list)
+            answers = model.session.sample(
+                every,
                 max_new_tokens=request.max_new_tokens,
                 stop_ids=sorted(model.tokenizer.stop_ids),
-                sampling=replace(request.sampling, seed=seed),
+                sampling=request.sampling,
+                on_answer=lambda _, done=done: progress("answers", next(done), total),  # type: ignore[misc]
             )
-            texts = [model.tokenizer.decode(answer).strip() for answer in generated]
-            num_cut = sum(len(answer) >= request.max_new_tokens for answer in generated)
-            row = {"answers": texts, "num_cut": num_cut}
-            if scorer.runs_code and place == 0:  # a function that fails does so before the long work
-                scorer.open(observer)(_questions(request, 0, row, scorer))
-            journal.add([row])
+            for prompt, answer in zip(every, answers, strict=True):
+                found[prompt].append(answer)
+            rows = [
+                {
+                    "answers": [model.tokenizer.decode(one.content).strip() for one in found[prompt]],
+                    "num_cut": sum(not one.stopped for one in found[prompt]),
+                }
+                for prompt in block
+            ]
+            if scorer.runs_code and not start:
+                scorer.open(observer)(_questions(request, 0, rows[0], scorer))
+            journal.add(rows)
         progress("answers", total, total)
     return journal
 
@@ -131,7 +143,7 @@ def _encode(request: MakeRequest, model: ChatModel) -> list[list[int]]:
 
 
 def _questions(request: MakeRequest, place: int, row: Row, scorer: Scorer) -> list[Item]:
-    """Return what to score: each different answer, or each two of them. Nothing can be trained on an empty answer."""
+    """Return the items to score: each different answer, or each pair of answers. Nothing can be trained on an empty answer."""
     different = [answer for answer in dict.fromkeys(row["answers"]) if answer]
     chosen = itertools.combinations(different, 1 + scorer.compares) if len(different) > 1 else ()
     prompt = request.prompts[place]
@@ -154,8 +166,8 @@ def _transcript(messages: Sequence[Any]) -> str:
 
 
 def _choose(scored: Sequence[tuple[Item, float | None]], margin: float, tie: float) -> Row | str:
-    """Return the best and the worst answer with their scores, or why there is no pair. The score of a compared answer is its
-    mean probability of being better than another."""
+    """Return the best and the worst answer with their scores, or the reason why there is no pair. The score of a compared
+    answer is its mean probability of being better than another answer."""
     values: dict[str, list[float]] = defaultdict(list)
     for item, score in scored:
         for answer, value in zip(item.answers, () if score is None else (score, 1 - score), strict=False):
@@ -232,7 +244,5 @@ def agreement(said: Sequence[str]) -> Row:
     n = found["num_chosen"] + found["num_rejected"]
     if not n:
         return found | {"agreement": None, "interval": [0.0, 1.0]}
-    share, least = found["num_chosen"] / n, _Z**2 / n
-    wide = math.sqrt(share * (1 - share) * least + least**2 / 4)
-    interval = [(share + least / 2 + sign * wide) / (1 + least) for sign in (-1, 1)]
-    return found | {"agreement": share, "interval": interval}
+    share = found["num_chosen"] / n
+    return found | {"agreement": share, "interval": list(wilson(share, n))}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class Prompt:
     """The prompt if it is a string; None for a conversation."""
     reference: str | None = None
     """The answer in the file, if any."""
+    line: int = field(default=1, repr=False, compare=False)
+    """The number of its line in the file."""
 
     def row(self, answer: str) -> dict[str, Any]:
         """Return the row of the output file."""
@@ -40,8 +42,8 @@ def make_prompt(text: str, *, system: str = "") -> Prompt:
     return Prompt(messages=[*_system(system), {"role": "user", "content": text}], text=text)
 
 
-def read_prompts(path: Path, *, system: str = "") -> list[Prompt]:
-    """Read a text file with a prompt per line, or JSON Lines with `messages` or `prompt`. Skip empty lines."""
+def read_prompts(path: Path, *, system: str = "", say: Callable[[str], None]) -> list[Prompt]:
+    """Read a text file with a prompt per line, or JSON Lines with `messages` or `prompt`. Skip empty lines, and say so."""
     try:
         lines = read_plain_text(path, limit=PROMPTS_LIMIT).removeprefix("\ufeff").split("\n")
     except UnreadableFile as error:
@@ -49,9 +51,13 @@ def read_prompts(path: Path, *, system: str = "") -> list[Prompt]:
     numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise UserError(f"{path} has no prompts.", do="write one prompt per line, or JSON lines")
+    if num_empty := len(lines) - (not lines[-1].strip()) - len(numbered):
+        say(f"skipped {num_empty:,} empty line{'s' * (num_empty > 1)} of {path}")
     if path.suffix.lower() not in JSON_LINES:
-        return [make_prompt(line, system=system) for _, line in numbered]
-    return [_read_row(line, place=f"{path}, line {number}", system=system) for number, line in numbered]
+        found = [make_prompt(line, system=system) for _, line in numbered]
+    else:
+        found = [_read_row(line, place=f"{path}, line {number}", system=system) for number, line in numbered]
+    return [replace(prompt, line=number) for prompt, (number, _) in zip(found, numbered, strict=True)]
 
 
 def _read_row(line: str, *, place: str, system: str) -> Prompt:
@@ -91,12 +97,6 @@ def _system(text: str) -> list[Message]:
 
 def json_line(row: dict[str, Any]) -> bytes:
     return f"{to_json(row)}\n".encode()
-
-
-def batches(prompts: list[Prompt], size: int, *, first: int = 0) -> Iterator[list[Prompt]]:
-    """Yield batches of the prompts from number `first`."""
-    for start in range(first, len(prompts), size):
-        yield prompts[start : start + size]
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from crosstune.config.load import make_config
 from crosstune.core.errors import UserError, shown
 from crosstune.core.events import Observer
 from crosstune.core.safe_text import redact, redact_values
-from crosstune.files.hub_reach import why_unreachable
+from crosstune.files.hub_connection import why_unreachable
 from crosstune.files.json_files import read_json, write_json
 from crosstune.models.bundled import BUNDLED, SMOLLM2_HUB
 from crosstune.models.identity import RECORD
@@ -28,7 +28,7 @@ HUB_ID = re.compile(f"{_PART}/{_PART}")
 _PATH = re.compile(r"file://|[/~\\]|[A-Za-z]:[/\\]|\.{1,2}[/\\]")
 """The beginning of a local path."""
 _NAMES = ("_name_or_path", "name_or_path", "vocab_file", "merges_file", "tokenizer_file")
-"""Fields of settings that hold the folder a model or tokenizer was read from."""
+"""Fields of settings with the folder that a model or tokenizer was read from."""
 _KEPT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.gguf")
 _KEPT_RECORD = ("base", "quantization", "precision", "add_tokens", "new_blocks")
 
@@ -39,7 +39,7 @@ class PushRequest:
     repo: str
     what: str = "adapter"
     base: str | None = None
-    """The hub id of the base model, if the run knows only a local folder."""
+    """The hub id of the base model, if the run records only a local folder."""
     public: bool = False
 
 
@@ -74,7 +74,7 @@ def base_on_hub(request: PushRequest, trained: Trained) -> str:
     name = request.base or recorded
     if name in BUNDLED:
         return SMOLLM2_HUB if name.startswith("smollm2") else name
-    # A relative folder counts from where the run was started; a model of the hub is recorded with its place in the cache.
+    # A relative folder is relative to the directory where the run started; a hub model is recorded with its cache path.
     recorded_path = str((plan.get("model") or {}).get("path") or "")
     is_local = Path(name).expanduser().exists() or Path(recorded_path).parts[-2:] == Path(name).parts
     is_hub = HUB_ID.fullmatch(name) and (request.base is not None or not is_local)
@@ -127,8 +127,9 @@ def _clean(path: Path, *, base: str) -> None:
     data = read_json(path, foreign=True)
     if path.name == RECORD:
         data = {name: data[name] for name in _KEPT_RECORD if name in data}
-        if isinstance(data.get("base"), dict):
-            data["base"] = data["base"] | {"name": base}
+        if isinstance(data.get("base"), dict):  # the bundled weights are not exactly those of the hub
+            kept = {} if data["base"].get("name") in BUNDLED else data["base"]
+            data["base"] = kept | {"name": base}
     if "base_model_name_or_path" in data:
         data["base_model_name_or_path"] = base
     write_json(path, redact_values(_without_paths(data)))
@@ -153,7 +154,7 @@ def check_token() -> None:
         raise UserError(
             "Publishing needs a token of the Hugging Face hub.",
             why="there is none on this machine.",
-            do="run `hf auth login` with a token that may write, or set HF_TOKEN",
+            do="run `hf auth login` with a token with write access, or set HF_TOKEN",
         )
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else why_unreachable(constants.ENDPOINT)
     if reason is not None:
@@ -190,5 +191,5 @@ def _explained(message: str) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         do = "run the same command again: files that have arrived are not sent again"
         if status in (401, 403):
-            do = "run `hf auth login` with a token that may write to this organization"
+            do = "run `hf auth login` with a token with write access to this organization"
         raise UserError(message, why=" ".join(lines[:2]), do=do) from error

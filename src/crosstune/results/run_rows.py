@@ -38,8 +38,8 @@ class RunRows:
 
 
 def read_run_rows(opened: Opened, observer: Observer, *, required: str = "") -> RunRows:
-    """Read a bounded number of rows. If the data cannot be read, return a warning, or raise a UserError if `required` is
-    the sentence that needs it."""
+    """Read a bounded number of rows. If the data cannot be read, return a warning, or raise a UserError if `required`, its
+    first sentence, is set."""
     trained = opened.trained
     if not trained.is_run or trained.home is None:
         return RunRows()

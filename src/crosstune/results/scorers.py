@@ -19,7 +19,7 @@ from crosstune.core.errors import UserError, shown
 from crosstune.core.events import Observer
 from crosstune.files.journal import file_stamps
 from crosstune.recipes.judge.items import Item, read_scale
-from crosstune.results.judge import JudgeRequest, find_judge, open_judge, run_config
+from crosstune.results.judge import JudgeRequest, check_verdicts, find_judge, open_judge, run_config
 
 ROUNDING = 1e-4
 """A judge's score moves by up to this fraction of its scale with the batch: a smaller difference is a tie."""
@@ -36,7 +36,7 @@ class Scorer:
     name: str
     open: Callable[[Observer], Score]
     identity: Any
-    """Everything that the scores depend on, for a journal."""
+    """The identity of the scores, for a journal."""
     compares: bool = False
     """True if an item has two answers: the score is then the probability that the first is better."""
     span: float = math.inf
@@ -56,14 +56,26 @@ def find_scorer(name: str, *, backend: str = "auto") -> Scorer:
     trained, settings = find_judge(request)
     if settings is None:
         do = "pass --judge RUN, made by `crosstune judge train`, or --judge FILE.py:FUNCTION"
-        raise UserError(f"{name} is not a judge.", why="there is no judge.json with its weights.", do=do)
+        is_here = Path(name).expanduser().exists()
+        why = (
+            "there is no judge.json with its weights."
+            if is_here
+            else "there is no run and no folder of this name."
+        )
+        raise UserError(f"{shown(name)} is not a judge.", why=why, do=do)
 
     def open_scorer(observer: Observer) -> Score:
         judge = open_judge(request, items=(), config=make_config(recipe="judge"), observer=observer)
-        return lambda items: [
-            one.score if one.winner is None else one.probabilities[0] + one.probabilities[2] / 2
-            for one in judge.judge(items)
-        ]
+
+        def score(items: Sequence[Item]) -> list[float | None]:
+            judged = judge.judge(items)
+            check_verdicts(judged, name)
+            return [
+                one.score if one.winner is None else one.probabilities[0] + one.probabilities[2] / 2
+                for one in judged
+            ]
+
+        return score
 
     compares = settings.verdict == "winner" and not settings.is_reward
     scale = 1.0 if settings.verdict == "winner" else read_scale(settings.scale).span
@@ -84,11 +96,15 @@ def _find_function(file: str, name: str) -> Scorer:
     """Import a function of the user, which runs the code of its module."""
     path, spec = Path(file).expanduser().absolute(), f"{file}:{name}"
     is_file = path.suffix == ".py"
+    if is_file and not path.is_file():
+        raise UserError(f"There is no file {file} (--judge).", do="check the path")
     sys.path.insert(0, str(path.parent if is_file else Path.cwd()))  # as `python FILE` does
     try:
         module = runpy.run_path(str(path)) if is_file else vars(importlib.import_module(file))
     except (Exception, SystemExit) as error:
-        why, do = f"{type(error).__name__}: {error}.", "a function is FILE.py:FUNCTION or MODULE:FUNCTION"
+        why, do = f"{type(error).__name__}: {error}.", "correct the file, or install what it imports"
+        if not is_file and isinstance(error, ModuleNotFoundError) and error.name == file:
+            do = "a function is FILE.py:FUNCTION or MODULE:FUNCTION"
         raise UserError(f"--judge {spec} cannot be imported.", why=why, do=do) from error
     define, function = f"define it as `def {name}(prompt, answer)`, and return a number", module.get(name)
     if not callable(function):
@@ -100,7 +116,7 @@ def _find_function(file: str, name: str) -> Scorer:
     if "answer" not in names or not needed <= {*ARGUMENTS}:
         wrong = ", ".join(sorted(needed - {*ARGUMENTS}))
         found = f"it needs {wrong}, but" if wrong else "it has no argument answer, and"
-        why = f"{found} is called by name with {', '.join(ARGUMENTS)}, as far as it has them."
+        why = f"{found} is called by name with {', '.join(ARGUMENTS)}, if it accepts them."
         raise UserError(f"{spec} cannot score.", why=why, do=define)
 
     def score(item: Item) -> float:

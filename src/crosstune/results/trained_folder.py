@@ -14,7 +14,7 @@ from crosstune.core.names import nearest
 from crosstune.core.quantization import BaseChoice, QuantSpec, read_spec, recorded_choice
 from crosstune.files.json_fields import NOTHING, TEXT, check_fields
 from crosstune.files.json_files import read_json
-from crosstune.files.paths import missing_run, runs_beside
+from crosstune.files.paths import missing_run, sibling_runs
 from crosstune.files.safetensors_header import read_header
 from crosstune.models.adapter_files import canonical_name, check_kind, read_settings
 from crosstune.models.bundled import BUNDLED
@@ -55,6 +55,17 @@ class Trained:
     @property
     def precision(self) -> str:
         return str(self.record.get("precision") or "auto")
+
+    @property
+    def why_merged(self) -> str:
+        """Why other programs cannot apply the adapter, and need it merged; empty if they can."""
+        if self.settings.get("use_dora"):
+            return "it is a DoRA adapter, and its magnitudes are not applied"
+        if self.settings.get("modules_to_save"):
+            return f"it trained {', '.join(self.settings['modules_to_save'])} in full"
+        if self.settings.get("target_parameters"):
+            return "it adapts experts"
+        return "it added tokens" if self.record.get("add_tokens") else ""
 
     def options(self, *, quantized: bool = True) -> dict[str, Any]:
         """Return the options to open the trained session again, on the quantized or the unquantized base."""
@@ -118,7 +129,7 @@ def _check_exists(target: str, folder: Path) -> None:
     """Raise for a missing run: a path next to other runs, or in the default runs folder."""
     if folder.exists() or target in BUNDLED or folder.suffix == ".gguf":
         return
-    runs = [run.name for run in runs_beside(folder)]
+    runs = [run.name for run in sibling_runs(folder)]
     is_name = "/" not in target  # a model's, unless a run has a similar name
     in_runs = Path(target).parent == Path(Config().output_dir)
     if nearest(folder.name, runs) or (runs and not is_name) or in_runs:

@@ -21,7 +21,7 @@ from crosstune.core.errors import UserError, naming, raise_all
 from crosstune.core.events import Observers
 from crosstune.core.protocols import HasLongestRows, HasMeanRow, Recipe
 from crosstune.data.bundled.named_datasets import BUNDLED
-from crosstune.data.checks.preflight import is_here
+from crosstune.data.checks.preflight import is_local_dataset
 from crosstune.data.read.columns import TARGETS, parse_columns
 from crosstune.data.read.dataset_list import parse_dataset
 from crosstune.data.read.sources import check_name
@@ -47,7 +47,7 @@ from crosstune.runs.resume import ResumePoint, names_path, read_request, run_fol
 from crosstune.runs.resume_identity import check_base, identity_of_options
 from crosstune.tracking.observe import check_trackers
 
-MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 """Larger data is not tokenized for a plan."""
 STAND_IN = "stand-in"
 TEMPLATE_TOKENS = 64
@@ -58,7 +58,7 @@ _READS_MODELS = {"torch": ("torch", "transformers", "accelerate"), "mlx": ("mlx"
 
 @dataclass
 class RequestCheck:
-    """The problems of a request, and what could not be checked on this machine."""
+    """The problems of a request, and the checks that this machine cannot make."""
 
     problems: list[UserError] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
@@ -90,7 +90,8 @@ class RequestCheck:
                 self.problems.append(error)
 
     def is_missing(self, path: str, *, is_name: bool = True) -> bool:
-        """Return True if a path is missing but may exist on the other machine. Unless `is_name=False`, a string that does not look like a path is taken as a name."""
+        """Return True if a path is missing but may exist on the other machine. Unless `is_name=False`, a string that does
+        not look like a path is taken as a name."""
         looks_like_path = path.startswith((".", "/", "~", "\\")) or Path(path).suffix or path.count("/") > 1
         is_path = bool(looks_like_path) or not is_name
         return self.elsewhere and is_path and not Path(path).expanduser().exists()
@@ -213,7 +214,7 @@ def check_request(
 
 
 def check_model(plan: Plan, model: ModelFolder, checked: RequestCheck) -> None:
-    """Raise if the engine does not support the model; add its warnings, or why it could not be checked."""
+    """Raise if the engine does not support the model; add its warnings, or the reason why it could not be checked."""
     missing = [name for name in _READS_MODELS[plan.engine] if importlib.util.find_spec(name) is None]
     if missing:
         checked.not_checked.append(
@@ -242,7 +243,7 @@ def _check_dataset(names: str | None, recipe: RecipeSpec, checked: RequestCheck)
             recipe.check_dataset(entry.name)
             continue
         check_name(entry.name)
-        if not is_here(entry.name):
+        if not is_local_dataset(entry.name):
             checked.not_checked.append(f"the dataset {entry.name}, which is fetched when training starts")
 
 
@@ -315,7 +316,7 @@ def _check_tokenizer(config: Config, checked: RequestCheck) -> None:
 
 def _check_rows(config: Config, recipe: RecipeSpec, checked: RequestCheck) -> None:
     """Check the rows of local data, if the recipe can check them without opening the data."""
-    if not is_here(config.dataset):
+    if not is_local_dataset(config.dataset):
         return
     if recipe.check_data is None:
         checked.not_checked.append(f"the rows of {config.dataset}")
@@ -330,11 +331,11 @@ def _check_rows(config: Config, recipe: RecipeSpec, checked: RequestCheck) -> No
 def _is_small(names: str) -> bool:
     """Return True for data in small local files, which are quickly tokenized."""
     paths = [Path(entry.name).expanduser() for entry in parse_dataset(names) if entry.name not in BUNDLED]
-    return all(path.is_file() for path in paths) and sum(path.stat().st_size for path in paths) <= MOST_BYTES
+    return all(path.is_file() for path in paths) and sum(path.stat().st_size for path in paths) <= MAX_BYTES
 
 
 def _measure_rows(config: Config, model: ModelFolder | None) -> DataFacts | None:
-    """Return the lengths of the rows; without the model those of a stand-in's small tokenizer, for data that was asked for."""
+    """Return the lengths of the rows in tokens. Without the model, count requested data with a small stand-in tokenizer."""
     if model is not None:
         return _measure(open_recipe(config, model, Observers()))
     if "dataset" not in config.sources:

@@ -35,7 +35,7 @@ from crosstune.core.profiling import Profiles
 from crosstune.core.protocols import Generates, HasNotes, PreparesSession, Session
 from crosstune.core.weights import result_weights
 from crosstune.files.run_record import Record, RecordFailed
-from crosstune.loop.deferred_errors import DeferredErrors, KeepingErrors
+from crosstune.loop.deferred_errors import DeferredErrors, DeferringObserver
 from crosstune.loop.profile import StepProfile, is_asked, profile_folder
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints, SavePolicy
@@ -43,7 +43,7 @@ from crosstune.loop.step import LossScale, needs_loss_scale
 from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.loop.train import Training, rate_of_step
 from crosstune.models.identity import read_record
-from crosstune.planner.learned import learn_peak
+from crosstune.planner.measurements import record_peak
 from crosstune.process.ranks import Group
 from crosstune.runs.open_parts import open_session
 from crosstune.runs.prepare import PreparedRun
@@ -77,7 +77,7 @@ class Execution:
         self.stop.shared = self.ranks.size > 1
         self.deferred = DeferredErrors(self.group)
         if self.ranks.size > 1:
-            self.observer = KeepingErrors(self.observer, self.deferred)
+            self.observer = DeferringObserver(self.observer, self.deferred)
         carried = self.point.manifest.progress if self.point is not None else {}
         self.progress = Progress.from_manifest(carried, weight_name=self.recipe.weight_name)
         self.scale = LossScale(enabled=needs_loss_scale(self.plan.precision))
@@ -112,8 +112,8 @@ class Execution:
                 clear_results(self.record.folder)
             session = self._load()
             if isinstance(self.recipe, PreparesSession):
-                self.group.activity.start("measuring the model before the training")
-                with self.stop.droppable():
+                self.group.activity.start("measuring the model before training")
+                with self.stop.interruptible():
                     self.recipe.prepare_session(
                         session,
                         folder=self.record.folder,
@@ -165,7 +165,7 @@ class Execution:
                 extra["stop_reason"] = self.stop.reason
             complete = progress.status == "finished" and progress.steps > 1 and not progress.recoveries
             if complete and self.ranks.first:
-                learn_peak(self.plan, progress.peak_memory_bytes)
+                record_peak(self.plan, progress.peak_memory_bytes)
             extra["seconds"] = progress.wall_s = time.perf_counter() - self._started
             self.failure = self._watch.look() or self.failure
             self._watch.close()
@@ -178,7 +178,7 @@ class Execution:
         self.group.activity.start("loading the model")
         self.observer.on_event(Loading(model=self.described["model"]["name"]))
         try:
-            with self.stop.droppable(), memory_errors(doing=LOADING):
+            with self.stop.interruptible(), memory_errors(doing=LOADING):
                 task = self.recipe.task(plan.engine)
                 session = open_session(plan, self.prepared.model, task=task, group=self.group)
         except OutOfMemory as error:
@@ -318,8 +318,8 @@ class Execution:
 
     def _write_result(self, session: Session) -> None:
         """Write the best or the last weights as the result, and record which."""
-        self.group.meet()  # rank 0 has finished writing checkpoints
-        runs = [Path(self.group.share(str(self.record.folder)))]
+        self.group.barrier()  # rank 0 has finished writing checkpoints
+        runs = [Path(self.group.broadcast(str(self.record.folder)))]
         if self.point is not None:
             runs.append(self.point.run)
         chosen, best = best_weights(self.plan.config, self.progress, runs, self.observer, group=self.group)
@@ -327,10 +327,10 @@ class Execution:
             metrics = self.progress.eval_metrics.get(step) if step is not None else None
             self.extra[name] = {"step": step, "metrics": metrics} if metrics is not None else None
         if chosen is not None:
-            if self.progress.steps > self.checkpoints.last_step and self._is_good(session):
+            if self.progress.steps > self.checkpoints.last_step and self._has_finite_weights(session):
                 self._save_last()  # before the best weights replace them: the run may be continued
             session.import_weights(result_weights(chosen.load()))
-        elif not self._is_good(session):
+        elif not self._has_finite_weights(session):
             return
         step = chosen.step if chosen is not None else self.progress.steps
         result = self._save_result(session)
@@ -340,7 +340,7 @@ class Execution:
             self.observer.on_event(ResultSaved(path=str(result), step=step, against_trained=costs))
         self.deferred.check()
 
-    def _is_good(self, session: Session) -> bool:
+    def _has_finite_weights(self, session: Session) -> bool:
         """Return True if all weights are finite. Only a failed run is checked, and not after losing a rank: exporting
         the weights may need every rank."""
         if isinstance(self.failure, PeerLost) or not self.group.any(self.failure is not None):

@@ -14,8 +14,8 @@ from crosstune.core.events import Loading, Observer
 from crosstune.core.protocols import HasLongestRows, Recipe
 from crosstune.estimate.memory import moment_bytes
 from crosstune.models.locate import ModelFolder
-from crosstune.planner.learned import recall, remember
-from crosstune.planner.search_batch import BatchSearch, Found, most_rows
+from crosstune.planner.measurements import recall, remember
+from crosstune.planner.search_batch import BatchSearch, BatchSizeFound, max_rows
 from crosstune.process.ranks import Group
 from crosstune.runs.open_parts import open_session
 
@@ -50,7 +50,7 @@ def find_batch_size(
             do="set a --batch_size",
         )
     key = _key(plan, recipe)
-    known = int(group.share(str(int((recall(FILE, key) or {}).get("batch_size", 0)))))
+    known = int(group.broadcast(str(int((recall(FILE, key) or {}).get("batch_size", 0)))))
     if known:
         size, why = known, "found by an earlier search with these options on this machine"
     else:
@@ -64,7 +64,7 @@ def find_batch_size(
     return replace(config, batch_size=size, sources={**config.sources, "batch_size": "a search"})
 
 
-def _search(plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, group: Group) -> Found:
+def _search(plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, group: Group) -> BatchSizeFound:
     """Search with a separate session, so that the run is not affected."""
     config, report = plan.config, plan.backend
     group.activity.start("finding the batch size")
@@ -79,7 +79,7 @@ def _search(plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, gr
         group=group,
         limit_bytes=min(plan.usable_bytes, free + (used if report.is_torch_cpu else 0)),
         reserve_bytes=moment_bytes(trained, config.optimizer) + 4 * trained * bool(config.ema_decay),
-        at_most=most_rows(
+        at_most=max_rows(
             recipe.num_rows(),
             micro_batches=config.gradient_accumulation_steps,
             rows_per_step=config.rows_per_step,

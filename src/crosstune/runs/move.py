@@ -70,7 +70,7 @@ def move(
     home = find_run(checkpoint.folder)
     out = out or home.with_name(f"{home.name}-step{checkpoint.step}-{to}{SUFFIX}")
     trained_on = str(checkpoint.manifest.backend)
-    here = _open_side(checkpoint, _backend_here(trained_on, observer), observer, model_name)
+    here = _open_side(checkpoint, _local_backend(trained_on, observer), observer, model_name)
     _check_training(checkpoint, here)
     packed = pack_files(here.plan.config, with_data=with_data)
     members = _members(checkpoint, home, packed.files)
@@ -79,10 +79,10 @@ def move(
     )
     measured = _measure(checkpoint, here)
     observer.on_event(LossMeasured(measured=measured))
-    there = _plan_there(checkpoint, to, machine, model_name)
+    there = _plan_target(checkpoint, to, machine, model_name)
     for adjustment in there.adjustments:
         observer.on_event(adjustment.to_event())
-    compared = _compare_here(checkpoint, measured, to, observer, model_name)
+    compared = _compare_locally(checkpoint, measured, to, observer, model_name)
     if compared is not None:
         move_check.check(compared, allowed=force, flag="--force")
     model = checkpoint.manifest.identity.get("model")
@@ -122,7 +122,7 @@ def _open_side(checkpoint: Checkpoint, backend: str, observer: Observer, model_n
     return Side(plan=plan, model=model, recipe=open_recipe(plan.config, model, observer))
 
 
-def _backend_here(trained_on: str, observer: Observer) -> str:
+def _local_backend(trained_on: str, observer: Observer) -> str:
     """Return the run's backend if this machine has it, otherwise "auto"."""
     if trained_on in probe_machine(backends=[trained_on]).available():
         return trained_on
@@ -149,7 +149,7 @@ def _measure(checkpoint: Checkpoint, side: Side, *, like: LossMeasurement | None
     return measured
 
 
-def _plan_there(checkpoint: Checkpoint, to: str, machine: str | None, model_name: str | None) -> Plan:
+def _plan_target(checkpoint: Checkpoint, to: str, machine: str | None, model_name: str | None) -> Plan:
     """Plan the run for the named machine, or for a typical machine with the backend."""
     config = restored_config(checkpoint, backend=to, model_name=model_name)
     if machine is None:
@@ -160,7 +160,7 @@ def _plan_there(checkpoint: Checkpoint, to: str, machine: str | None, model_name
     return make_plan(config, machine=named)
 
 
-def _compare_here(
+def _compare_locally(
     checkpoint: Checkpoint,
     measured: LossMeasurement,
     to: str,

@@ -18,7 +18,8 @@ BOUND, BOUND_REQUANTIZED = 0.02, 0.25
 def measure(
     session: Session, recipe: Recipe, plan: Plan, *, step: int, like: LossMeasurement | None = None
 ) -> LossMeasurement:
-    """Measure the loss on a few steps: those of `like`, or the next steps, or the first steps at the end of the run."""
+    """Measure the loss on a few steps: the steps of `like`, otherwise the next steps, or the first steps if the run is at
+    its end."""
     last_step = recipe.num_steps()
     windows: list[Sequence[Batch]] = []
     if like is not None:
@@ -73,6 +74,6 @@ def check(compared: Comparison, *, allowed: bool, flag: str = "--allow_mismatch 
         "The move changes the model too much.",
         why=f"the same batches have a loss of {there.loss:.6f} on {there.backend} ({there.terms()}) and "
         f"{here.loss:.6f} on {here.backend} ({here.terms()}): {compared.difference:.2%} apart, "
-        f"{compared.bound:.0%} at most.",
+        f"and {compared.bound:.0%} is allowed.",
         do=f"use the same precision and bits on both sides, or add {flag} to continue anyway",
     )

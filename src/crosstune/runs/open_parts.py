@@ -63,7 +63,8 @@ def open_session(
     trained: bool = True,
     group: Group | None = None,
 ) -> Session:
-    """Open the model of a task, by default a causal language model, on the plan's engine."""
+    """Open a session on the plan's engine with the model of `task`, by default a causal language model. With `trained=False` it
+    can only evaluate and generate."""
     add_environment(backend_specs()[plan.backend.name])
     engine = importlib.import_module(f"crosstune.{plan.engine}_engine.open")
     session: Session = engine.open_session(

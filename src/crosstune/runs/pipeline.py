@@ -30,7 +30,7 @@ from crosstune.distributed.group import check_shared_folder, remember_folder
 from crosstune.files.atomic_files import write_text
 from crosstune.files.plain_files import read_plain_text
 from crosstune.files.run_lock import InUse, hold
-from crosstune.files.run_record import Record, RunRecord, holds_run, move_aside, read_log
+from crosstune.files.run_record import Record, RunRecord, is_run_folder, move_aside, read_log
 from crosstune.loop.stop import StopSignal
 from crosstune.models.adapter_files import keep_adapter
 from crosstune.models.identity import identity
@@ -81,7 +81,7 @@ def train(
     started = time.monotonic()
     group = group if group is not None else SingleProcess()
     screen = Observers(list(observers) if group.ranks.first else [])
-    with hold_run(config, group) as folder:
+    with lock_run(config, group) as folder:
         prepared = prepare(config, folder, group, screen)
         if (done := _already_finished(prepared, group)) is not None:
             return done
@@ -105,8 +105,8 @@ def train(
 
 
 @contextlib.contextmanager
-def hold_run(config: Config, group: Group) -> Iterator[Path]:
-    """Choose the run folder and hold its lock before anything in it is read. Rank 0 holds it for all.
+def lock_run(config: Config, group: Group) -> Iterator[Path]:
+    """Choose the run folder and lock it before anything in it is read. Rank 0 holds the lock for all ranks.
 
     A run without a name gets the next free name.
     """
@@ -121,7 +121,7 @@ def hold_run(config: Config, group: Group) -> Iterator[Path]:
                     raise
                 taken.append(folder)
                 folder = run_folder(config, taken=taken)
-        folder = Path(group.share(str(folder.absolute()) if group.ranks.size > 1 else str(folder)))
+        folder = Path(group.broadcast(str(folder.absolute()) if group.ranks.size > 1 else str(folder)))
         remember_folder(group, folder)
         yield folder
 
@@ -212,11 +212,11 @@ def _open_record(prepared: PreparedRun, described: Mapping[str, Any], screen: Ob
         assert point is not None
         record = RunRecord.reopen(folder, config_yaml=config_yaml, plan=described, step=point.step)
     else:
-        if holds_run(folder):
+        if is_run_folder(folder):
             screen.on_event(RunMovedAside(path=str(move_aside(folder))))
         record = RunRecord.create(folder, config_yaml=config_yaml, plan=described)
         if point is not None:
-            record.carry_on(point.run / "metrics.jsonl", step=point.step)
+            record.prepend_metrics(point.run / "metrics.jsonl", step=point.step)
     _keep_files(folder, prepared.plan.config)
     if isinstance(prepared.recipe, SkipsRows) and (skipped := prepared.recipe.skipped_rows()):
         write_text(folder / "skipped_rows.jsonl", "".join(f"{row}\n" for row in skipped))
@@ -260,6 +260,6 @@ def num_processes(config: Config, *, num_local: int | None = None) -> int:
     return make_plan(with_all_devices(config)).world_size
 
 
-def plan_here(config: Config) -> Plan:
+def plan_single_process(config: Config) -> Plan:
     """Return the plan of a run as one process on this machine, to find its backend and engine."""
     return make_plan(read_request(config, observer=Observers(), hashes=False)[0])

@@ -24,7 +24,7 @@ from crosstune.core.schedule import Extension
 from crosstune.distributed.group import (
     check_same_everywhere,
     check_started,
-    in_turn,
+    first_on_each_host,
     share_machine,
     with_world,
 )
@@ -40,7 +40,7 @@ from crosstune.runs.resume_identity import identity_of
 
 
 @dataclass
-class EarlyEvents:
+class BufferedEvents:
     """Show events and keep them until the run's record exists."""
 
     screen: Observer
@@ -69,9 +69,9 @@ class PreparedRun:
     point: ResumePoint | None
     """The checkpoint to continue from; None for a new run."""
     extension: Extension | None
-    """The schedule from that checkpoint on, if it differs from one over all steps."""
+    """The schedule from that checkpoint on, if it differs from one schedule over all steps."""
     warnings: Sequence[str]
-    early: EarlyEvents
+    early: BufferedEvents
 
     @property
     def in_place(self) -> bool:
@@ -81,7 +81,7 @@ class PreparedRun:
 
 def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> PreparedRun:
     """Find the machine, checkpoint, model and data; raise any problem with them. The caller holds the lock of `folder`."""
-    ranks, early = group.ranks, EarlyEvents(screen)
+    ranks, early = group.ranks, BufferedEvents(screen)
     group.activity.start("preparing the run")
     config, point = read_request(with_world(request, ranks), observer=early)
     machine = share_machine(group, lambda: probe_for(config))
@@ -94,7 +94,7 @@ def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> Pr
     check_started(plan, ranks)
 
     group.activity.start("finding the model and the data")
-    with in_turn(group):
+    with first_on_each_host(group):
         model = find_base(plan.config, point.checkpoint if point is not None else None, screen)
         facts = replace(facts, **model_facts(config, facts.preset))
         plan = resolve(config, facts)
@@ -160,7 +160,7 @@ def _check_not_past(point: ResumePoint, recipe: Recipe) -> None:
     if point.step > recipe.num_steps():
         raise UserError(
             f"The run is already at step {point.step}, past the requested {recipe.num_steps()} steps.",
-            why="--max_steps and --num_epochs count all steps of a run, including the ones before it was resumed.",
+            why="--max_steps and --num_epochs count all steps of a run, including the steps before it was resumed.",
             do=f"request more than {point.step} steps, or resume from an earlier checkpoint: --resume RUN/checkpoints/step-...",
         )
 

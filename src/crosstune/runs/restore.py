@@ -52,7 +52,7 @@ def restore_session(
         stored = point.manifest.trainable
         fits = [n for n, a in state.weights.items() if stored.get(n, {}).get("shape") == list(a.shape)]
         message = (
-            f"{len(fits)} of {len(state.weights)} trained arrays come from the checkpoint; the others are new"
+            f"{len(fits)} of {len(state.weights)} trained arrays are from the checkpoint; the others are new"
         )
         observer.on_event(Warned(message=message))
     observer.on_event(Resumed(**point.facts(), engine=point.manifest.engine))

@@ -17,7 +17,7 @@ from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_c
 from crosstune.config.load import make_config
 from crosstune.config.option import OnResume
 from crosstune.config.options.training import AUTO
-from crosstune.config.recipe_spec import load_recipe, recipe_names
+from crosstune.config.recipe_spec import load_recipe, recipe_names, trained_name
 from crosstune.config.resolve.fit_compute import FAST_BY_DEFAULT
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config, options_by_name, options_on_resume
@@ -28,7 +28,7 @@ from crosstune.data.read.dataset_list import DatasetEntry, join_entries
 from crosstune.files.atomic_files import set_aside
 from crosstune.files.paths import named_run
 from crosstune.files.run_lock import hold
-from crosstune.files.run_record import holds_record, read_log
+from crosstune.files.run_record import has_record, read_log
 from crosstune.runs.resume_identity import Difference, changed_options, check_same, find_differences
 
 LONGEST_PART = 60
@@ -95,12 +95,13 @@ class ResumePoint:
 
 
 def run_folder(config: Config, *, taken: Collection[Path] = ()) -> Path:
-    """Return the run folder: --name, or a free name made of the time and the model, or the recipe that builds its own."""
+    """Return the run folder: --name, or a free name made of the time and the model (or the recipe, if it builds its own
+    model)."""
     parent = Path(config.output_dir).expanduser()
     if config.name is not None:
         return parent / config.name
-    what = config.model_name if load_recipe(config.recipe).needs_base_model else config.recipe
-    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(what.rstrip('/')).name[:LONGEST_PART]}"
+    what = Path(trained_name(config).rstrip("/")).name[:LONGEST_PART]
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{what}"
     folders = (parent / (stem if n == 1 else f"{stem}-{n}") for n in itertools.count(1))
     return next(folder for folder in folders if not folder.exists() and folder not in taken)
 
@@ -240,7 +241,7 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
 
 
 def inherited_options(config: Config, point: ResumePoint | None) -> list[str]:
-    """Return the options of a resumed run that nobody requested: chosen earlier, or for this start only."""
+    """Return the options of a resumed run that the user did not set: chosen earlier, or for this start only."""
     if point is None:
         return []
     before = read_log(point.run / "plan.json")
@@ -311,7 +312,7 @@ def unpacked_value(run: Path, place: Any) -> str:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / FOLDER).is_dir() or holds_record(path)
+    return (path / FOLDER).is_dir() or has_record(path)
 
 
 def _run_of(path: Path) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.checkpoint.manifest import Manifest
+from crosstune.config.conditions import parse_losses
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.option import OnResume
 from crosstune.config.options.run import MISMATCHES, mismatches
@@ -15,7 +16,7 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config, options_by_name, options_on_resume
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import HasEvaluationData, Recipe
-from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
+from crosstune.core.quantization import QuantSpec, read_spec, same_quantization
 from crosstune.models.identity import read_record, recorded_sha256, source_identity
 from crosstune.models.locate import ModelFolder
 
@@ -58,11 +59,13 @@ def identity_of(plan: Plan, model: ModelFolder | None, recipe: Recipe) -> dict[s
 
 def identity_of_options(plan: Plan) -> dict[str, Any]:
     """Return the parts of the identity that need neither the model nor the data."""
+    is_preference = plan.config.recipe == "preference"
+    objective = {"objective": parse_losses(plan.config.preference_loss)} if is_preference else {}
     return {
         "quantization": plan.quant_spec.to_json() if plan.quant_spec is not None else None,
         "trainable": settings_of(plan),
         "optimizer": plan.config.optimizer,
-    }
+    } | objective
 
 
 def base_fields(plan: Plan) -> dict[str, Any]:
@@ -196,7 +199,7 @@ def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) 
         replace(spec, kept=()) if spec is not None else None
         for spec in (read_spec(record.get("quantization")), quantization)
     ]
-    if same_meaning(*specs):
+    if same_quantization(*specs):
         return []
     descriptions = [spec.describe() if spec is not None else "not quantized" for spec in specs]
     return [f"base_adapter: its base was {descriptions[0]} in training and is {descriptions[1]} now"]

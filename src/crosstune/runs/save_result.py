@@ -23,7 +23,7 @@ from crosstune.models.file_hashes import write_checksums
 from crosstune.process.ranks import Group
 
 _STAGED = "result"
-_FEWEST_BYTES = 2
+_MIN_BYTES = 2
 """Bytes per trained weight in the smallest result format."""
 
 
@@ -35,7 +35,7 @@ def save_result(session: Session, recipe: Recipe, folder: Path, *, writes: bool)
     if not writes:
         session.save_result(None)
         return None
-    need = _FEWEST_BYTES * session.num_parameters()[0]
+    need = _MIN_BYTES * session.num_parameters()[0]
     try:
         check_room(folder, need, spare=0)  # the result is worth more than the records
         with (
@@ -84,7 +84,7 @@ def best_weights(
         return None, best
     folders = [run / FOLDER / name_of(best) for run in runs] if group.ranks.first else []
     found, reason = _open_first(folders)
-    place = group.share(str(found.folder) if found is not None else "")
+    place = group.broadcast(str(found.folder) if found is not None else "")
     if place and not group.ranks.first:
         found, reason = _open_first([Path(place)])
     if not group.any(found is None):

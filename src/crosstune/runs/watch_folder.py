@@ -70,7 +70,7 @@ def _make(folder: Path) -> bool:
 
 
 def _path_of(handle: int) -> Path | None:
-    """Return the current path of an open folder; None if it was removed or the system cannot tell."""
+    """Return the current path of an open folder; None if it was removed or the system does not report it."""
     with contextlib.suppress(OSError):
         if sys.platform == "darwin":
             import fcntl

@@ -16,11 +16,15 @@ from typing import Any
 from crosstune.core.errors import UserError, shown
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.data.render.types import Message
+from crosstune.files.json_files import parse_json
+from crosstune.serve.router import LOOPBACK_NAMES
 
 WAIT_S = 600.0
 """Longest wait for the next token: a server may load a model or read a long prompt first."""
 _CONNECT_S = 20.0
-_MOST_REASON_BYTES = 4000
+_MAX_REASON_BYTES = 4000
+_MAX_BYTES = 1 << 20
+"""The largest list of models, and the longest line of an answer."""
 _OTHER_NAMES = {"repetition_penalty": ("repetition_penalty", "repeat_penalty")}
 """Sampling setting -> its names in servers: llama.cpp has its own for some."""
 
@@ -53,18 +57,21 @@ class ServerModel:
                 parts.append(text)
                 if on_text is not None:
                     on_text(text)
-        return "".join(parts).strip()
+        return "".join(parts)
 
 
 def connect(url: str, *, name: str | None = None, api_key: str = "") -> ServerModel:
     """Return a model of the server: the first in its list, or the one called `name`, which may be the path of its run."""
-    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+    except ValueError:
+        parts = urllib.parse.urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"{shown(url)} is not the address of a server.", do="pass --server http://HOST:PORT")
     url = parts._replace(path=parts.path.rstrip("/") or "/v1", query="", fragment="").geturl()
     with _open(f"{url}/models", api_key, wait_s=_CONNECT_S) as answer:
         try:
-            names = [str(model["id"]) for model in json.load(answer)["data"]]
+            names = [str(model["id"]) for model in parse_json(answer.read(_MAX_BYTES), foreign=True)["data"]]
         except (ValueError, LookupError, TypeError) as error:
             raise _not_openai(url, "its list of models cannot be read") from error
     if not names:
@@ -83,16 +90,18 @@ def _open(
     url: str, api_key: str, *, data: Mapping[str, Any] | None = None, wait_s: float
 ) -> Iterator[http.client.HTTPResponse]:
     """Send a request and yield the response; turn failures, also while it is read, into a UserError."""
-    headers = {"Content-Type": "application/json"} | (
-        {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    )
+    headers = {"Content-Type": "application/json"}
+    if api_key:  # headers are encoded as latin-1
+        headers["Authorization"] = f"Bearer {api_key}".encode().decode("latin-1")
     body = None if data is None else json.dumps(data).encode()
+    is_here = urllib.parse.urlsplit(url).hostname in LOOPBACK_NAMES  # not through a proxy
+    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=wait_s) as answer:
+        with opener.open(urllib.request.Request(url, body, headers), timeout=wait_s) as answer:
             yield answer
     except urllib.error.HTTPError as error:
-        raise _refused(url, error.code, error.read(_MOST_REASON_BYTES)) from error
-    except (OSError, http.client.HTTPException) as error:
+        raise _refused(url, error.code, error.read(_MAX_REASON_BYTES)) from error
+    except (OSError, http.client.HTTPException, UnicodeError) as error:
         reason = getattr(error, "reason", None) or error
         raise UserError(
             f"The server at {url} does not answer.",
@@ -104,7 +113,7 @@ def _open(
 def _refused(url: str, code: int, body: bytes) -> UserError:
     reason = body.decode(errors="replace").strip()
     with contextlib.suppress(ValueError, LookupError, TypeError):
-        found = json.loads(body)["error"]
+        found = parse_json(body, foreign=True)["error"]
         reason = str(found["message"] if isinstance(found, dict) else found)
     if code in (401, 403):
         return UserError(f"The server at {url} rejects the key.", why=reason, do="pass --api_key KEY")
@@ -113,12 +122,12 @@ def _refused(url: str, code: int, body: bytes) -> UserError:
 
 def _read_stream(answer: http.client.HTTPResponse, url: str) -> Iterator[str]:
     """Yield the text of a stream of server-sent events."""
-    for line in answer:
+    while line := answer.readline(_MAX_BYTES):
         text = line.decode("utf-8", errors="replace").strip()
         if not text.startswith("data:") or text == "data: [DONE]":
             continue
         try:
-            event = json.loads(text.removeprefix("data:"))
+            event = parse_json(text.removeprefix("data:"), foreign=True)
             if "error" in event:
                 raise _refused(url, 500, text.removeprefix("data:").encode())
             for choice in event.get("choices") or ():

@@ -13,12 +13,11 @@ from typing import Any
 from crosstune.core.errors import UserError
 from crosstune.machines.probe import probe_machine
 from crosstune.results.trained_folder import Trained
+from crosstune.results.vllm import adapter_words, why_merged
 from crosstune.serve.router import LOOPBACK
 
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM accepts for --max-lora-rank."""
 _GPU_SHARE = 0.9
-"""The fraction of a GPU's memory that the vLLM servers take together."""
+"""The fraction of a GPU's memory for all vLLM servers together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,19 +62,17 @@ class Engine:
 
 
 def _vllm(launch: Launch) -> Command:
-    words = ["--model", str(launch.path), "--served-model-name", launch.name]
+    name = launch.name if launch.adapter is None else f"{launch.name}-base"
+    words = ["serve", str(launch.path), "--served-model-name", name]
     if launch.adapter is not None:
-        rank = next(rank for rank in _LORA_RANKS if rank >= launch.rank)
-        words[-1] = f"{launch.name}-base"
-        words += ["--enable-lora", "--max-lora-rank", str(rank)]
-        words += ["--lora-modules", f"{launch.name}={launch.adapter}"]
+        words += adapter_words(launch.name, launch.adapter, rank=launch.rank)
     if launch.tokenizer is not None:
         words += ["--tokenizer", str(launch.tokenizer)]
     words += ["--host", LOOPBACK, "--port", str(launch.port), "--max-model-len", str(launch.context_length)]
     words += ["--gpu-memory-utilization", f"{_GPU_SHARE / launch.num_models:.2f}"]
     words += ["--uvicorn-log-level", "warning"]
     return Command(
-        module="vllm.entrypoints.openai.api_server",
+        module="vllm.entrypoints.cli.main",
         words=words,
         environment={"VLLM_API_KEY": launch.api_key},  # a command line is visible to other users
         model=launch.name,
@@ -177,14 +174,6 @@ def is_gguf(target: str) -> bool:
 
 def takes_adapter(name: str, trained: Trained) -> bool:
     """Return True if the engine applies the adapter itself: vLLM, for plain LoRA on a base that is not quantized."""
-    settings = trained.settings
-    return (
-        name == "vllm"
-        and trained.adapter is not None
-        and trained.quantization is None
-        and not trained.record.get("add_tokens")
-        and not settings.get("use_dora")
-        and not settings.get("modules_to_save")
-        and not settings.get("target_parameters")
-        and int(settings["r"]) <= _LORA_RANKS[-1]
-    )
+    if name != "vllm" or trained.adapter is None:
+        return False
+    return trained.quantization is None and not why_merged(trained)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from crosstune.backends._host import memory_bytes
 from crosstune.config.load import make_config
@@ -11,6 +13,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Warned
 from crosstune.files.plain_files import readable_bytes
 from crosstune.models.folder import longest_context, weight_files
+from crosstune.models.gguf_metadata import check_header
 from crosstune.models.quantized_folder import dense_bytes, read_quantization
 from crosstune.results.cached_export import cached_export, name_of
 from crosstune.results.opened import check_base
@@ -41,13 +44,15 @@ class Prepared:
 
 
 def prepare(target: str, engine: str, *, observer: Observer) -> Prepared:
-    """Find the model of a target and export it for the engine, unless the engine reads it as it is."""
+    """Find the model of a target and export it for the engine, unless the engine reads it directly."""
     if is_gguf(target):
         path = Path(target).expanduser().absolute()
-        if not path.is_file():
-            raise UserError(f"There is no file {path}.", do="check the path of the GGUF file")
+        facts = check_header(path)
         check_memory(target, path.stat().st_size)
-        return Prepared(name=path.stem, path=path, context=None)
+        _note_template(target, facts, observer)
+        context = facts.get(f"{facts.get('general.architecture')}.context_length")
+        context = context if isinstance(context, int) and context > 0 else None
+        return Prepared(name=path.stem, path=path, context=context)
     trained = find_trained(target)
     model = find_model(make_config(**trained.options()), observer)
     for sentence in check_base(trained, model):
@@ -68,9 +73,18 @@ def prepare(target: str, engine: str, *, observer: Observer) -> Prepared:
     form = ENGINES[engine].form
     if trained.adapter is None and _reads(form, model.path):
         return Prepared(name=name, path=model.path, context=context)
-    return Prepared(
-        name=name, path=cached_export(target, trained, model, form, observer=observer), context=context
-    )
+    path = cached_export(target, trained, model, form, observer=observer)
+    if form == "gguf":
+        _note_template(target, check_header(path), observer)
+    return Prepared(name=name, path=path, context=context)
+
+
+def _note_template(target: str, header: Mapping[str, Any], observer: Observer) -> None:
+    if "tokenizer.chat_template" not in header:
+        message = (
+            f"{target} has no chat template: llama.cpp writes the turns of a chat in its own format (ChatML)"
+        )
+        observer.on_event(Warned(message=message))
 
 
 def check_memory(target: str, weight_bytes: int) -> None:
@@ -86,6 +100,6 @@ def check_memory(target: str, weight_bytes: int) -> None:
 
 
 def _reads(form: str, folder: Path) -> bool:
-    """Return True if an engine for this format reads a model folder as it is."""
+    """Return True if an engine for this format reads a model folder directly."""
     held = read_quantization(folder)
     return form != "gguf" and (held is None or (form == "mlx" and held.spec.quantizer == "mlx"))

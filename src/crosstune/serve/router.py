@@ -10,6 +10,7 @@ import hmac
 import http.client
 import http.server
 import json
+import re
 import selectors
 import socket
 import socketserver
@@ -22,9 +23,9 @@ from typing import Any
 from crosstune.core.errors import UserError
 
 LOOPBACK = "127.0.0.1"
-_LOOPBACK_NAMES = (LOOPBACK, "localhost", "::1")
+LOOPBACK_NAMES = (LOOPBACK, "localhost", "::1")
 _LARGEST_BODY = 64 << 20
-_BLOCK_BYTES = 1 << 16
+_MODEL_FIELD = re.compile(rb'(?<!\\)"model": ?"(?:[^"\\]|\\.)*"')
 _ANSWER_S = 3600.0
 """Longest wait for an engine: a queue of long answers on a CPU."""
 _REQUEST_S = 120.0
@@ -69,7 +70,7 @@ class Router(socketserver.ThreadingMixIn, http.server.HTTPServer):
                 do="choose a different --port (0 takes a free one), or end the program that uses it",
             ) from error
         self.host, self.port = host, int(self.server_address[1])
-        self.only_loopback = host in _LOOPBACK_NAMES
+        self.only_loopback = host in LOOPBACK_NAMES
 
     @property
     def url(self) -> str:
@@ -80,7 +81,7 @@ class Router(socketserver.ThreadingMixIn, http.server.HTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that disconnects is no error of the server."""
+        """Ignore clients that disconnect."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -88,11 +89,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "crosstune", ""
     timeout = _REQUEST_S
+    disable_nagle_algorithm = True  # a token is sent at once
 
     def do_GET(self) -> None:
         path = urllib.parse.urlsplit(self.path).path.rstrip("/")
         models = self.server.routes.models
-        if not self._is_welcome():
+        if not self._is_allowed():
             return
         if path in ("", "/health"):
             self._send(200 if models else 503, {"status": "ok" if models else "loading"})
@@ -104,7 +106,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(404, f"There is no {path}.")
 
     def do_POST(self) -> None:
-        if not self._is_welcome():
+        if not self._is_allowed():
             self.close_connection = True  # the body is not read
             return
         body = self._read_body()
@@ -128,18 +130,24 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(404, f"There is no model {name}; the models are: {', '.join(models)}.")
         else:
             upstream = models[name]
-            self._pass_on(upstream, json.dumps(asked | {"model": upstream.model}).encode())
+            self._forward_request(upstream, json.dumps(asked | {"model": upstream.model}).encode(), name)
 
-    def _is_welcome(self) -> bool:
-        """Check the key, and on loopback the address: a web page could otherwise reach the server through its own name."""
-        host = urllib.parse.urlsplit(f"//{self.headers.get('Host', LOOPBACK)}").hostname
-        if self.server.only_loopback and host not in _LOOPBACK_NAMES:
+    def _is_allowed(self) -> bool:
+        """Check the key, on loopback the Host header, and without a key the Origin: a web page could otherwise reach the server
+        by DNS rebinding, or make the model work."""
+        host = _host_of(f"//{self.headers.get('Host', LOOPBACK)}")
+        if self.server.only_loopback and host not in LOOPBACK_NAMES:
             self._refuse(403, "This server answers on loopback only; start it with --host to serve others.")
             return False
-        key = self.server.routes.api_key
+        key, origin = self.server.routes.api_key, self.headers.get("Origin")
         sent = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if key and not hmac.compare_digest(sent.encode(), key.encode()):
+        if key and not hmac.compare_digest(
+            sent.encode("latin-1"), key.encode()
+        ):  # headers are decoded as latin-1
             self._refuse(401, "The API key is missing or wrong.")
+            return False
+        if not key and origin is not None and _host_of(origin) not in (host, *LOOPBACK_NAMES):
+            self._refuse(403, "Web pages need a key: start the server with --api_key KEY.")
             return False
         return True
 
@@ -153,8 +161,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return None
         return self.rfile.read(int(length))
 
-    def _pass_on(self, upstream: Upstream, body: bytes) -> None:
-        """Send the request to the engine and its answer to the client. If the client leaves, so does the engine's work."""
+    def _forward_request(self, upstream: Upstream, body: bytes, name: str) -> None:
+        """Send the request to the engine and its answer to the client. If the client disconnects, stop the engine's work."""
         headers = {"Content-Type": "application/json"}
         if upstream.api_key:
             headers["Authorization"] = f"Bearer {upstream.api_key}"
@@ -171,7 +179,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self._refuse(502, f"The engine did not answer: {type(error).__name__}.")
                 return
             try:
-                self._copy(answer)
+                self._copy(answer, name)
             except (
                 http.client.HTTPException,
                 OSError,
@@ -179,7 +187,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.close_connection = True
 
     def _client_waits(self, engine: socket.socket) -> bool:
-        """Wait until the engine answers; return False if the client left first."""
+        """Wait until the engine answers; return False if the client disconnects first."""
         while True:
             ready = _readable(engine, self.connection)
             if engine in ready or not ready:
@@ -190,18 +198,26 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             _readable(engine)
             return True
 
-    def _copy(self, answer: http.client.HTTPResponse) -> None:
-        """Copy an answer block by block, as it arrives."""
+    def _copy(self, answer: http.client.HTTPResponse, name: str) -> None:
+        """Copy an answer line by line, as it arrives, with the model's name in place of the engine's own."""
+        field = b'"model":' + json.dumps(name).encode()
+
+        def renamed(data: bytes) -> bytes:
+            return _MODEL_FIELD.sub(lambda found: field, data, count=1)
+
+        is_stream = not answer.getheader("Content-Length")
+        body = b"" if is_stream else renamed(answer.read())
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() in _KEPT_HEADERS:
                 self.send_header(name, value)
-        length = answer.getheader("Content-Length")
-        self.send_header(*(("Content-Length", length) if length else ("Transfer-Encoding", "chunked")))
+        length = ("Transfer-Encoding", "chunked") if is_stream else ("Content-Length", str(len(body)))
+        self.send_header(*length)
         self.end_headers()
-        while block := answer.read1(_BLOCK_BYTES):
-            self.wfile.write(block if length else b"%x\r\n%b\r\n" % (len(block), block))
-        if not length:
+        self.wfile.write(body)
+        if is_stream:
+            for line in map(renamed, iter(answer.readline, b"")):
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(line), line))
             self.wfile.write(b"0\r\n\r\n")
 
     def _refuse(self, status: int, message: str) -> None:
@@ -218,6 +234,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: requests contain what users write."""
+
+
+def _host_of(url: str) -> str | None:
+    try:
+        return urllib.parse.urlsplit(url).hostname
+    except ValueError:
+        return None
 
 
 def _readable(*sockets: socket.socket) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Serve models: listen at once, prepare each model, start its engine server, and wait for the end."""
+"""Serve models: listen immediately, prepare each model, start its engine server, and wait for the end."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _launch(prepared: Prepared, request: ServeRequest, *, num_models: int) -> La
 
 
 def _with_unique_names(models: Sequence[Prepared]) -> list[Prepared]:
-    """Number the models with a name that another has."""
+    """Number the models that share a name."""
     named: dict[str, Prepared] = {}
     for model in models:
         name, number = model.name, 1
@@ -156,10 +156,8 @@ class Child:
 
     def _last_lines(self) -> str:
         self.log.seek(0)
-        lines = [
-            line.strip() for line in self.log.read().decode(errors="replace").splitlines() if line.strip()
-        ]
-        return " ".join(lines[-_LOG_LINES:])
+        lines = [line.strip() for line in self.log.read().decode(errors="replace").splitlines()]
+        return " ".join([line for line in lines if line.strip("^~ ")][-_LOG_LINES:])  # no marks of tracebacks
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ _GROUP_SIZE = 64
 Notes = list[str]
 _TOO_SLOW = 0.2
 """Stop timing larger matmuls once bf16 reaches less than this fraction of the fp32 speed."""
-_SAMPLE_S, _BUDGET_S, _MOST_ROUNDS = 0.004, 0.1, 15
+_SAMPLE_S, _BUDGET_S, _MAX_ROUNDS = 0.004, 0.1, 15
 """Seconds per sample and in total, and the most rounds; at least three rounds are timed."""
 
 
@@ -97,7 +97,7 @@ def _time_ratio(device: str, size: int) -> float:
     counts = [max(1, round(_SAMPLE_S / mean_s(matmul, operands[0].device))) for matmul in matmuls]
     ratios: list[float] = []
     start = time.perf_counter()
-    while len(ratios) < _MOST_ROUNDS and (len(ratios) < 3 or time.perf_counter() - start < _BUDGET_S):
+    while len(ratios) < _MAX_ROUNDS and (len(ratios) < 3 or time.perf_counter() - start < _BUDGET_S):
         fp32_s, bf16_s = (
             mean_s(matmul, operands[0].device, count) for matmul, count in zip(matmuls, counts, strict=True)
         )
@@ -165,7 +165,7 @@ def _try_flash_package(device: str, dtype: torch.dtype) -> None:
 
 
 def _attend(attend: Callable[..., Any], device: str, dtype: torch.dtype, *shape: int) -> Any:
-    """Return the output of attention with finite gradients."""
+    """Run attention; check that its gradients are finite, and return its output."""
     inputs = [_random(*shape, seed=seed).to(device, dtype).requires_grad_() for seed in range(3)]
     output = attend(*inputs)
     output.float().square().sum().backward()

@@ -62,7 +62,7 @@ def reset_peak(device: torch.device) -> None:
     if module is not None and hasattr(module, "reset_peak_memory_stats"):
         module.reset_peak_memory_stats()
     elif device.type == "cpu":
-        give_back_freed()
+        release_freed_memory()
         with contextlib.suppress(OSError):  # not Linux, or forbidden in a container
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
@@ -104,9 +104,8 @@ def clear_cache(device: torch.device) -> None:
         module.empty_cache()
 
 
-def give_back_freed() -> None:
-    """Make glibc return freed memory to the system; it would otherwise hold several times the memory in use while a model
-    loads."""
+def release_freed_memory() -> None:
+    """Make glibc return freed memory to the system; otherwise it keeps several times the memory in use while a model loads."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # only glibc has it
         trim(0)

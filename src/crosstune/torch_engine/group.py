@@ -86,7 +86,7 @@ class TorchGroup(Group):
     def open_devices(self, device: torch.device, *, collective: str | None = None) -> None:
         """Make torch's default group, for tensors of `device` and of the host.
 
-        `collective` is the backend by the plan; None means the default of the device.
+        `collective` is the plan's collective backend; None means the default of the device.
         """
         if device.type == "mps":  # staged through the host
             prepare_mps()
@@ -123,7 +123,7 @@ class TorchGroup(Group):
         store, text = shared_store(self.store), ""
         if self.ranks.first and not self.ranks.serves_store and store.check([REMEMBERED]):
             text = store.get(REMEMBERED).decode()
-        return self.share(text)
+        return self.broadcast(text)
 
     def close(self) -> None:
         """Destroy the default group unless another program made it. The rank that serves the store leaves last: the others may

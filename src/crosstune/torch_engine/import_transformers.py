@@ -1,4 +1,4 @@
-"""Import transformers quickly: without the packages that it imports only because they are installed, and without repeated work.
+"""Import transformers quickly: skip optional packages until they are used, and avoid repeated work.
 
 Its model classes import hqq (which imports torch's compiler), scipy and accelerate for a few functions that most runs never
 call. Here each such name is a stand-in that imports its package when it is first used. It also reads the source of all its
@@ -51,7 +51,7 @@ def import_transformers() -> None:
 
 @contextlib.contextmanager
 def without_collecting() -> Iterator[None]:
-    """Within the context, Python does not search for garbage: an import makes little, and searching takes long."""
+    """Disable garbage collection within the context: an import creates little garbage, and collecting is slow."""
     if not gc.isenabled():
         yield
         return
@@ -59,7 +59,7 @@ def without_collecting() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()  # with unfreeze: what was imported counts as old, so that the next small search does not visit all of it
+        gc.freeze()  # with unfreeze: imported objects count as old, so that the next small collection does not visit them
         gc.unfreeze()
         gc.enable()
 
@@ -79,7 +79,7 @@ def _quick_scans() -> Iterator[None]:
 
 
 def packages_distributions() -> Mapping[str, list[str]]:
-    """Return what `importlib.metadata.packages_distributions` does, without an object per file."""
+    """Return the result of `importlib.metadata.packages_distributions`, without an object per file."""
     found = defaultdict(list)
     for each in importlib.metadata.distributions():
         declared, files = each.read_text("top_level.txt"), each.read_text("RECORD")

@@ -42,6 +42,7 @@ class TorchFolders:
 
     reader = "transformers"
     own_quantizer: str | None = None
+    reads_gguf = True
     folds_sessions = False
 
     def __init__(self, device: torch.device, precision: Precision) -> None:
@@ -67,7 +68,6 @@ class TorchFolders:
     def input_squares(
         self, folder: Path, rows: Prompts, *, show: Callable[[int, int], None]
     ) -> dict[str, NDArray[np.float32]]:
-        """Return the mean squares of every linear layer's inputs."""
         model = verify.load_plainly(folder, self.precision, device=self.device)
         return input_squares(model, rows, device=self.device, show=show)
 

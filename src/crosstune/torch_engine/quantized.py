@@ -71,7 +71,7 @@ class StoredWeight(nn.Module):
         rows, columns = facts["shape"]
         self.shape: tuple[int, int] = (rows, columns)
         self.error_factors: tuple[Array, Array] | None = None
-        """LoftQ's start for an adapter, until it has one."""
+        """LoftQ's initial A and B, until the layer has its adapter."""
         self.packed_dtype = tensors[PACKED].dtype
         self._make_dense = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer").dequantize
         for name, tensor in tensors.items():

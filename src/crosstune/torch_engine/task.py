@@ -32,8 +32,8 @@ class BuildContext:
     base_name: str | None = None
     """The hub id of the base model, if it came from there."""
     finish: Finish | None = None
-    """Shards a loaded block, so that no process holds the whole model; None without sharding. Call it with the model and
-    the name of each block, and last with "" for the rest. If a task does not, the engine does."""
+    """Shards a loaded block, so that no process stores the whole model; None without sharding. Call it with the model and
+    the name of each block, and last with "" for the rest. If a task does not call it, the engine does."""
 
 
 class TorchTask(Protocol):
@@ -76,7 +76,7 @@ class HasOwnHead(Protocol):
 
 @runtime_checkable
 class KeepsReference(Protocol):
-    """A task that compares the model with itself before the training."""
+    """A task that compares the model with its initial weights."""
 
     def keep_reference(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
         """Keep the weights of an opened model, before a checkpoint is restored."""

@@ -23,16 +23,14 @@ from crosstune.core.events import Evaluated, Event, Observer, Observers, StepMet
 from crosstune.core.names import load_plugin
 from crosstune.core.safe_text import HIDDEN
 from crosstune.files.run_record import RecordFailed
-from crosstune.process.this_process import note_unfinished
+from crosstune.process.this_process import TRACKER_THREAD, in_tracker_thread, note_unfinished
 from crosstune.tracking.tracker import (
-    TRACKER_THREAD,
     TrackedRun,
     Tracker,
     TrackingFailed,
     TrackingStarted,
     TrackingWaits,
     Unavailable,
-    in_tracker_thread,
 )
 from crosstune.tracking.values import (
     EVAL,
@@ -54,7 +52,7 @@ STOPPED_WAIT_S = 20.0
 """The same for a stopped run: a scheduler may kill its process soon."""
 QUIET_S = 2.0
 """Wait this long before reporting the wait."""
-MOST_QUEUED = 10_000
+MAX_QUEUED = 10_000
 """Maximum number of queued jobs per tracker; the values of further steps are read from the run folder later."""
 _NAMES_OF_SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.I)
 
@@ -95,7 +93,7 @@ class Worker:
         """Queue values; if the queue is full, read them from the run folder later."""
         if self.ended.is_set():
             return
-        if self._jobs.qsize() >= (MOST_QUEUED // 2 if self._left_out else MOST_QUEUED):
+        if self._jobs.qsize() >= (MAX_QUEUED // 2 if self._left_out else MAX_QUEUED):
             self._left_out = max(self._left_out, step)
             return
         self._recall_left_out()

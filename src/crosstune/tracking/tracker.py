@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ class TrackedRun:
     id: str
     """An id made for this run in this tracker; a resumed run keeps it. Trackers with other ids store it as a tag."""
     continues: bool
-    """True if the tracker knows this id from before."""
+    """True if the tracker already has a run with this id."""
     resumes_at: int
     """The last step before this start; 0 for a new run."""
     config: Mapping[str, Any]
@@ -80,16 +79,7 @@ class Tracker(Protocol):
 
 
 class Unavailable(Exception):
-    """The tracker cannot run on this machine; the message says why and what to do."""
-
-
-TRACKER_THREAD = "tracker "
-"""Prefix of tracker thread names."""
-
-
-def in_tracker_thread() -> bool:
-    """True in the thread of a tracker, whose output is dropped and whose input is empty."""
-    return threading.current_thread().name.startswith(TRACKER_THREAD)
+    """The tracker cannot run on this machine; the message has the reason and advice."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from crosstune.files.json_files import finite, read_json, read_jsonl, write_json
 TRAIN, EVAL, TEST = "train", "eval", "test"
 LONGEST_CELL = 4000
 """Maximum characters per table cell."""
-MOST_ROWS = 200
+MAX_ROWS = 200
 """Maximum rows per table."""
 _PLAN_FIELDS = (
     "options",
@@ -48,7 +48,7 @@ def numbers(kind: str, metrics: Mapping[str, Any]) -> dict[str, float]:
 def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return table rows with equal columns, in valid UTF-8 and without secrets."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    return [{name: _cell(row.get(name)) for name in columns} for row in rows[:MOST_ROWS]]
+    return [{name: _cell(row.get(name)) for name in columns} for row in rows[:MAX_ROWS]]
 
 
 def tracked_config(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Logged:
     path: Path
     id: str
     target: str
-    """Owner and project; another project gets a new run."""
+    """Owner and project; a different project gets a new run."""
     continues: bool = False
     steps: dict[str, int] = field(default_factory=dict)
     _written: float = 0.0

@@ -19,6 +19,7 @@ from crosstune.checkpoint.manifest import MANIFEST, SEAL, seal
 from crosstune.cli.main import main
 from crosstune.models.adapter_files import PEFT_WEIGHTS
 from injection.hostile_pairs import preference_case
+from injection.hostile_results import RESULT_KINDS
 from injection.hostile_runs import RUN_KINDS, damage
 from injection.intact_files import FIXED, ROWS, Workshop
 from injection.mutations import (
@@ -43,6 +44,8 @@ MODEL_FILES = (
     *("special_tokens_map.json", "model.safetensors", "model.safetensors.index.json"),
 )
 PREFERENCE = "preference"
+FIRST_RESULTS = 100
+"""The tests run the cases before this number; they run the kinds of hostile_results.py by name."""
 RUN_FILES = ("plan.json", "summary.json", "metrics.jsonl", "events.jsonl", "config.yaml")
 
 
@@ -64,6 +67,9 @@ def make_case(shop: Workshop, seed: int, *, only: str | None = None) -> Case:
     kind = only or chance.choice([*KINDS, *RUN_KINDS])
     if kind == PREFERENCE or (only is None and seed % 20 == 13):
         return Case(*preference_case(shop, work, chance))
+    if kind in RESULT_KINDS or (only is None and seed >= FIRST_RESULTS and seed % 4 == 1):
+        name = kind if kind in RESULT_KINDS else chance.choice(list(RESULT_KINDS))
+        return Case(*RESULT_KINDS[name](shop, work, chance))
     return KINDS[kind](shop, work, chance) if kind in KINDS else Case(*RUN_KINDS[kind](shop, work, chance))
 
 

@@ -38,7 +38,7 @@ def damage(path: Path, chance: random.Random) -> None:
         put(path, damage_npy(raw, chance))
     elif path.suffix == ".json" and chance.random() < 0.75:
         put(path, damage_json(json.loads(raw), chance))
-    elif path.suffix in (".jsonl", ".partial") and chance.random() < 0.6:
+    elif path.suffix == ".jsonl" and chance.random() < 0.6:
         lines = raw.splitlines()
         for _ in range(chance.choice([1, 1, 4])):
             place = chance.randrange(len(lines))
@@ -181,10 +181,11 @@ def _journal(shop: Workshop, work: Path, chance: random.Random) -> Made:
     )
     path = work / "out.jsonl.partial"
     shutil.copy(partial, path)
-    if chance.random() < 0.5:  # the request fits, a row is not one of its rows
+    if chance.random() < 0.5:  # the request fits, a row does not have its checksum
         key, *rows = path.read_bytes().splitlines()
         place = chance.randrange(len(rows))
-        rows[place] = damage_json([json.loads(rows[place])], chance)[1:-1].replace(b"\n", b"")
+        crc, _, text = rows[place].partition(b" ")
+        rows[place] = crc + b" " + damage_json([json.loads(text)], chance)[1:-1].replace(b"\n", b"")
         put(path, b"\n".join([key, *rows]) + b"\n")
     else:
         damage(path, chance)

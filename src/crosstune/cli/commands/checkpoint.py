@@ -12,7 +12,7 @@ from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_p
 from crosstune.cli.terminal.units import size
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 from crosstune.files.outputs import check_output_folder
-from crosstune.files.run_record import holds_record
+from crosstune.files.run_record import has_record
 
 if TYPE_CHECKING:
     from crosstune.checkpoint.read import Checkpoint
@@ -70,8 +70,8 @@ def run(words: Sequence[str]) -> int:
             check_out(own.out.absolute())
         else:
             check_output_folder(own.out, option="out")
-            if holds_record(own.out):
-                raise UserError(f"{own.out} already holds a run.", do="choose a different --out")
+            if has_record(own.out):
+                raise UserError(f"{own.out} already contains a run.", do="choose a different --out")
     actions = {"list": _list, "verify": _verify, "show": _show, "prune": _prune}
     if own.action in actions:
         return actions[own.action](own)

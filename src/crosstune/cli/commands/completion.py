@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from crosstune.cli.arguments import Parser, read_path, read_path_or_name, read_run, read_run_path
-from crosstune.config.option import Holds
+from crosstune.config.option import StringKind
 from crosstune.config.schema import option_list
 from crosstune.core.errors import EXIT_DONE
 
@@ -38,11 +38,11 @@ def run(words: Sequence[str]) -> int:
 
     import shtab
 
-    print(shtab.complete(whole_parser(), shell=own.shell))
+    print(shtab.complete(full_parser(), shell=own.shell))
     return EXIT_DONE
 
 
-def whole_parser() -> argparse.ArgumentParser:
+def full_parser() -> argparse.ArgumentParser:
     """Return one parser with all commands."""
     from crosstune.cli.main import COMMANDS, load_command
 
@@ -72,7 +72,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
             *names,
             choices=("true", "false") if option.type is bool else option.choices,
             nargs="?" if option.type is bool else None,
-            type=read_path if option.holds is Holds.PATH else str,
+            type=read_path if option.holds is StringKind.PATH else str,
             help=option.text.split("; ")[0].replace("%", "%%"),
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Parser, parse_config, print_result, say_start
+from crosstune.cli.arguments import Parser, announce_command, parse_config, print_result
 from crosstune.cli.terminal.streams import styled
 from crosstune.cli.terminal.units import count
 from crosstune.core.errors import EXIT_DONE, UserError
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from crosstune.recipes.preference.recipe import PreferenceRecipe
     from crosstune.recipes.sft import SftRecipe
 
-_BAD_ROWS_SHOWN = 5
+_LINES_SHOWN = 10
+"""Bad rows with the same reason whose lines are listed."""
 
 EXAMPLES = """examples:
   crosstune data chats.jsonl
@@ -57,7 +58,7 @@ def run(words: Sequence[str]) -> int:
             do="remove --recipe",
         )
 
-    say_start("data", config.dataset or "the bundled data", "reading")
+    announce_command("data", config.dataset or "the bundled data", "reading")
     from crosstune.cli.terminal.output import WARNING
     from crosstune.cli.terminal.screen import Screen
     from crosstune.core.events import Warned
@@ -71,7 +72,7 @@ def run(words: Sequence[str]) -> int:
             lowered = f"is lowered from {config.context_length} to {limit}, the model's context"
             screen.on_event(Warned(message=f"context_length {lowered}"))
             config = replace(config, context_length=limit)
-        # Rows that stop a training are in the report too.
+        # Rows that would stop training are reported too.
         recipe = _open(
             replace(config, skip_bad_rows=True), cut_long=True, model_folder=model.path, observer=screen
         )
@@ -79,25 +80,36 @@ def run(words: Sequence[str]) -> int:
     if config.recipe == "preference" and config.truncation == "error":
         report["stops_at_long"] = True
     marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() and not own.json else ("[[", "]]")
-    shown = [
-        "\n".join(_show(recipe.train[place], recipe.tokenizer, *marks))
-        for place in range(min(max(own.show, 0), len(recipe.train)))
-    ]
+    examples = [recipe.train[place] for place in range(min(max(own.show, 0), len(recipe.train)))]
+    shown = ["\n".join(_show(example, recipe.tokenizer, *marks)) for example in examples]
+    pieces = [_pieces(example, recipe.tokenizer) for example in examples] if own.json else []
     lines = ((line, WARNING if line.startswith("warning") else None) for line in report_lines(report))
-    print_result({**report, "model": model.name, "shown": shown}, lines, as_json=own.json)
+    print_result({**report, "model": model.name, "shown": shown, "pieces": pieces}, lines, as_json=own.json)
     for number, text in enumerate(shown if not own.json else (), start=1):
         print(f"\nexample {number}\n{text}", file=styled(sys.stdout))  # the text is already escaped
     bad = [json.loads(row) for row in recipe.skipped_rows() if not config.skip_bad_rows]
-    for row in bad[1:_BAD_ROWS_SHOWN]:
-        place = "" if str(row["file"]) in row["reason"] else f"{row['file']}, line {row['line']}: "
-        print(printable(f"{place}{row['reason']}"), file=styled(sys.stderr))
+    for line in _bad_rows(bad):
+        print(printable(line), file=styled(sys.stderr))
     if bad or (config.truncation == "error" and report["train"]["cut_examples"]):
         _open(config, model_folder=model.path)  # raises as training does
     return EXIT_DONE
 
 
+def _bad_rows(bad: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each reason with the lines of its rows."""
+    lines = dict[tuple[str, str], list[str]]()
+    for row in bad[1:]:  # the first is the error of the command
+        name, number = str(row["file"]), str(row["line"])
+        reason = row["reason"].removeprefix(f"{name}, line {number}").lstrip(": ")
+        lines.setdefault((name, reason), []).append(number)
+    for (name, reason), numbers in lines.items():
+        listed = ", ".join(numbers[:_LINES_SHOWN])
+        more = f" and {len(numbers) - _LINES_SHOWN:,} more" if len(numbers) > _LINES_SHOWN else ""
+        yield f"{name}, line{'s' * (len(numbers) > 1)} {listed}{more}: {reason}"
+
+
 def _open(config: Config, *, cut_long: bool = False, **parts: Any) -> SftRecipe | PreferenceRecipe:
-    """Open the recipe of the data; with `cut_long`, long examples are cut that training rejects."""
+    """Open the data with its recipe; `cut_long` cuts long examples that training would reject."""
     if config.recipe == "sft":
         from crosstune.recipes.sft import SftRecipe
 
@@ -109,19 +121,30 @@ def _open(config: Config, *, cut_long: bool = False, **parts: Any) -> SftRecipe 
 
 
 def _show(example: Any, tokenizer: Any, begin: str, end: str) -> Iterator[str]:
-    """Yield the text of an example, or of each answer of a preference after its label and lengths."""
+    """Yield the text of an example; for a preference, the label, lengths and text of each answer."""
+    for name, answer in _answers(example):
+        if name:
+            yield f"{name}: {len(answer.tokens):,} tokens, {int(answer.supervised.sum()):,} in the answer"
+        yield mark_supervised(answer, tokenizer, begin, end)
+
+
+def _answers(example: Any) -> list[tuple[str, Any]]:
+    """Return the answers of a preference with their labels, or another example without one."""
     answers = getattr(example, "examples", None)
     if answers is None:
-        yield mark_supervised(example, tokenizer, begin, end)
-        return
-    names = (
-        ("chosen", "rejected")
-        if len(answers) == 2
-        else ("desirable" if example.is_desirable else "undesirable",)
-    )
-    for name, answer in zip(names, answers, strict=True):
-        yield f"{name}: {len(answer.tokens):,} tokens, {int(answer.supervised.sum()):,} in the answer"
-        yield mark_supervised(answer, tokenizer, begin, end)
+        return [("", example)]
+    label = "desirable" if example.is_desirable else "undesirable"
+    return list(zip(("chosen", "rejected") if len(answers) == 2 else (label,), answers, strict=True))
+
+
+def _pieces(example: Any, tokenizer: Any) -> list[tuple[str, bool]]:
+    """Return the text of an example in pieces, each with whether it is supervised."""
+    from crosstune.data.checks.summary import marked_pieces
+
+    pieces = list[tuple[str, bool]]()
+    for name, answer in _answers(example):
+        pieces += [(f"{name}:\n", False)] * bool(name) + marked_pieces(answer, tokenizer)
+    return pieces
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:
@@ -154,7 +177,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def _too_long(train: Mapping[str, Any], *, stops: bool) -> str:
-    """Return what happens to examples longer than the context; with `stops`, training rejects them."""
+    """Describe the handling of examples longer than the context; with `stops`, training rejects them."""
     cut, tokens = train["cut_examples"], train["cut_tokens"]
     if stops and cut:
         return f"{cut:,}, by {tokens:,} tokens: training stops unless --truncation is cut or drop"
@@ -162,7 +185,7 @@ def _too_long(train: Mapping[str, Any], *, stops: bool) -> str:
 
 
 def _account(rows: Mapping[str, int]) -> str:
-    """Return what became of the rows: "300 read = 240 to train on + 30 held out + 30 empty"."""
+    """Account for every row that was read: "300 read = 240 to train on + 30 held out + 30 empty"."""
     names = {
         "trained": "to train on",
         "held_out": "held out",
@@ -182,7 +205,7 @@ def _account(rows: Mapping[str, int]) -> str:
 
 def mark_supervised(example: Any, tokenizer: Any, begin: str, end: str) -> str:
     """Return the text of an example, escaped, with supervised spans marked."""
-    from crosstune.data.checks.portrait import marked_pieces
+    from crosstune.data.checks.summary import marked_pieces
 
     pieces = [(printable(text), counts) for text, counts in marked_pieces(example, tokenizer)]
     return "".join(f"{begin}{text}{end}" if counts else text for text, counts in pieces)

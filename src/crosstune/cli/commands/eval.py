@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from crosstune.cli.arguments import Parser, at_least, print_result, read_run, say_start
+from crosstune.cli.arguments import Parser, announce_command, at_least, print_result, read_run
 from crosstune.cli.terminal.output import Column, table_lines, terminal_width
 
 EXAMPLES = """examples:
@@ -13,10 +13,10 @@ EXAMPLES = """examples:
   crosstune eval runs/demo --tasks my_task.yaml --chat
   crosstune eval smollm2-135m --tasks arc_easy --num_fewshot 5
 
-A run is evaluated before training (its base model) and after. Each finished task is kept in the run folder
+A run is evaluated before training (its base model) and after training. Each finished task is kept in the run folder
 (benchmarks.json), shown on the page of the run, and not computed again. Without --chat, prompts are plain text, as on
-most leaderboards; numbers of the two formats cannot be compared, and every number says which it has.
-The tasks are those of lm-evaluation-harness; a YAML file in its format defines your own, from local files."""
+most leaderboards; scores of the two formats cannot be compared, and every score is labeled with its format.
+Tasks come from lm-evaluation-harness; a YAML file in its format defines your own task on local files."""
 
 
 def make_parser() -> Parser:
@@ -24,16 +24,16 @@ def make_parser() -> Parser:
     parser = Parser("eval", description=about, epilog=EXAMPLES)
     add = parser.add_argument
     add("target", type=read_run, metavar="RUN|MODEL", help="a run, an adapter or a model")
-    add("--tasks", required=True, metavar="A,B", help="names of tasks, or YAML files, separated by commas")
-    add("--chat", action="store_true", help="put each prompt into the model's chat template")
+    add("--tasks", required=True, metavar="A,B", help="task names or YAML files, separated by commas")
+    add("--chat", action="store_true", help="format each prompt with the model's chat template")
     shots = "examples in each prompt (default: the task's own number)"
     add("--num_fewshot", type=at_least(0), metavar="N", help=shots)
     add("--limit", type=at_least(1), metavar="N", help="only the first N rows of each task")
     add(
         "--batch_size",
         type=at_least(1),
-        default=8,
-        help="prompts per batch when text is generated (default 8)",
+        default=64,
+        help="prompts generated together (default 64)",
     )
     add("--backend", default="auto", help="backend to run on (default auto)")
     add("--precision", default="auto", help="dtype to compute in (default auto)")
@@ -43,14 +43,14 @@ def make_parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     own = make_parser().parse_args(list(words))
     tasks = [task.strip() for task in own.tasks.split(",") if task.strip()]
-    say_start("eval", own.target, "importing the harness and the engine")
+    announce_command("eval", own.target, "importing the harness and the engine")
 
     from pathlib import Path
 
+    from crosstune.cli.commands.train import try_report
     from crosstune.cli.terminal.screen import Screen
     from crosstune.files.run_record import BENCHMARKS
     from crosstune.report.eval_section import eval_rows
-    from crosstune.report.page import write_report
     from crosstune.results.evaluate import EvalRequest, evaluate
 
     request = EvalRequest(
@@ -74,5 +74,6 @@ def run(words: Sequence[str]) -> int:
     lines = [*table_lines(columns, width=terminal_width()), "  in brackets: 95 % confidence intervals"]
     kept = Path(own.target).expanduser() / BENCHMARKS
     if kept.is_file():
-        lines += [f"written  {kept}", f"report   {write_report(kept.parent)}"]
+        report = try_report(kept.parent, screen)
+        lines += [f"written  {kept}", *([f"report   {report}"] if report is not None else [])]
     return print_result({"results": results}, lines, as_json=own.json)

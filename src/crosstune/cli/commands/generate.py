@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from crosstune.cli.arguments import (
     Parser,
+    announce_command,
     at_least,
     print_result,
     print_written,
+    read_key,
     read_path,
     read_run,
-    say_start,
 )
 from crosstune.cli.terminal.output import QUIET, WARNING, Output, print_error, print_line
 from crosstune.core.errors import EXIT_DONE, UserError
@@ -68,7 +70,7 @@ def make_parser() -> Parser:
     add("--prompt_file", type=read_path, metavar="FILE", help="read prompts from FILE, one per line")
     add("--output", type=read_path, metavar="FILE", help="write the answers to this file as JSON lines")
     add("--overwrite", action="store_true", help="replace an existing --output file")
-    add("--batch_size", type=at_least(1), default=8, help="prompts per batch (default 8)")
+    add("--batch_size", type=at_least(1), default=64, help="prompts answered together (default 64)")
     return parser
 
 
@@ -81,19 +83,22 @@ def run(words: Sequence[str]) -> int:
     if own.output is not None:
         check_output(own.output, option="output", inputs=[own.prompt_file], overwrite=own.overwrite)
     chat_model = open_model(own, command="generate")  # before the file, so that a failure leaves no file
+    source = own.prompt_file
+    places = [f"{source}, line {prompt.line}," if source else "The prompt" for prompt in prompts]
     if own.output is None and len(prompts) == 1:
-        return _answer_one(chat_model, prompts[0], own, sampling)
+        return _answer_one(chat_model, prompts[0], places[0], own, sampling)
+    tokens = chat_model.encode([prompt.messages for prompt in prompts], places)
     with _make_journal(prompts, own, sampling) as journal:
-        return _answer_all(chat_model, prompts, own, sampling, journal=journal)
+        return _answer_all(chat_model, prompts, tokens, own, sampling, journal=journal)
 
 
 def _make_journal(prompts: list[Prompt], own: argparse.Namespace, sampling: Sampling) -> Journal:
-    """Return the journal of the answers; the same model, prompts and options continue it."""
+    """Return the journal of the answers; a command with the same model, prompts and options continues it."""
     from crosstune.files.journal import Journal, file_stamps
     from crosstune.results.trained_folder import find_trained
 
     trained = find_trained(own.model)
-    names = ("model", "max_new_tokens", "backend", "precision", "batch_size")
+    names = ("model", "max_new_tokens", "backend", "precision")
     asked = {
         "options": {name: getattr(own, name) for name in names},
         "sampling": asdict(sampling),
@@ -109,20 +114,23 @@ def _read_prompts(own: argparse.Namespace) -> list[Prompt]:
     if own.prompt_file is not None:
         if own.prompt is not None:
             raise UserError("--prompt and --prompt_file cannot be combined.", do="remove one of them")
-        return read_prompts(own.prompt_file, system=own.system)
+        return read_prompts(own.prompt_file, system=own.system, say=Output().line)
     text = own.prompt if own.prompt is not None else sys.stdin.read().strip()
     if not text:
         raise UserError("No prompt was given.", do='pass --prompt "..." or pipe text to standard input')
     return [make_prompt(text, system=own.system)]
 
 
-def _answer_one(chat_model: ChatModel, prompt: Prompt, own: argparse.Namespace, sampling: Sampling) -> int:
+def _answer_one(
+    chat_model: ChatModel, prompt: Prompt, place: str, own: argparse.Namespace, sampling: Sampling
+) -> int:
     """Print an answer while it is generated."""
     answer = chat_model.answer(
         prompt.messages,
         max_new_tokens=own.max_new_tokens,
         sampling=sampling,
         on_text=None if own.json else _show,
+        place=place,
     )
     return print_result(prompt.row(answer), [""], as_json=own.json)
 
@@ -130,6 +138,7 @@ def _answer_one(chat_model: ChatModel, prompt: Prompt, own: argparse.Namespace, 
 def _answer_all(
     chat_model: ChatModel,
     prompts: list[Prompt],
+    tokens: list[tuple[int, ...]],
     own: argparse.Namespace,
     sampling: Sampling,
     *,
@@ -137,20 +146,26 @@ def _answer_all(
 ) -> int:
     from crosstune.cli.terminal.screen import BarLine, LiveLine
     from crosstune.files.outputs import is_stream, open_stream, send, write_output
-    from crosstune.results.prompt_file import batches, json_line
+    from crosstune.results.prompt_file import json_line
 
     output, rows = Output(), journal.rows
+    earlier = Counter(tokens[: len(rows)])
     line = LiveLine(output.console)
-    # A reader of a pipe gets each answer at once.
+    # flush each answer to a pipe immediately
     stream = open_stream(own.output) if own.output is not None and is_stream(own.output) else None
     try:
-        for batch in batches(prompts, own.batch_size, first=len(rows)):
+        while (first := len(rows)) < len(prompts):
+            batch, asked = prompts[first : first + own.batch_size], tokens[first : first + own.batch_size]
             if output.is_terminal:
                 share = len(rows) / len(prompts)
                 line.show(BarLine(title="answers", share=share, figures=[f"{len(rows)}/{len(prompts)}"]))
-            answers = chat_model.answers(
-                [prompt.messages for prompt in batch], max_new_tokens=own.max_new_tokens, sampling=sampling
+            answers = chat_model.continue_tokens(
+                asked,
+                max_new_tokens=own.max_new_tokens,
+                sampling=sampling,
+                earlier=earlier,
             )
+            earlier.update(asked)
             journal.add(prompt.row(answer) for prompt, answer in zip(batch, answers, strict=True))
             if stream is not None:
                 send(stream, b"".join(map(json_line, rows[-len(batch) :])), path=own.output)
@@ -187,7 +202,7 @@ def add_model_arguments(
     """Add the arguments that `open_model` and `read_sampling` read."""
     add = parser.add_argument
     if is_optional:
-        add("model", type=read_run, help=f"{model}; with --server, a model of it", nargs="?")
+        add("model", type=read_run, help=f"{model}; with --server, one of its models", nargs="?")
     else:
         add("model", type=read_run, metavar=metavar, help=model)
     add("--system", default="", help="a system message")
@@ -221,7 +236,7 @@ def open_model(own: argparse.Namespace, *, command: str) -> ChatModel:
     """Open the model of the command line with a progress display."""
     if own.model is None:
         raise UserError("No model was specified.", do=f"crosstune {command} RUN, or {command} --server URL")
-    say_start(command, own.model, "importing the engine")
+    announce_command(command, own.model, "importing the engine")
     from crosstune.cli.terminal.screen import Screen
     from crosstune.results.chat_model import open_chat_model
 
@@ -240,7 +255,7 @@ def make_parser_chat() -> Parser:
     add_model_arguments(parser, is_optional=True)
     add = parser.add_argument_group("server").add_argument
     add("--server", metavar="URL", help="chat with an OpenAI-compatible server instead of a local model")
-    add("--api_key", default="", metavar="KEY", help="the server's key, if it needs one")
+    add("--api_key", type=read_key, metavar="KEY", help="the server's key, if it needs one")
     return parser
 
 
@@ -264,7 +279,7 @@ def run_chat(words: Sequence[str]) -> int:
     while (line := _read_line(interactive)) is not None:
         try:
             if line.startswith("/") and not line.startswith("//"):
-                if not _obey(line, conversation):
+                if not _run_chat_command(line, conversation):
                     break
             elif line:
                 _answer(chat_model, conversation, line.removeprefix("/"), own, sampling)
@@ -280,7 +295,7 @@ def _connect(own: argparse.Namespace) -> ServerModel:
         Output().line(f"warning  {' and '.join(unused)} without effect on a server", style=WARNING)
     from crosstune.serve.client import connect
 
-    chat_model = connect(own.server, name=own.model, api_key=own.api_key)
+    chat_model = connect(own.server, name=own.model, api_key=own.api_key or "")
     _say(f"{chat_model.name} on {chat_model.url}")
     return chat_model
 
@@ -307,7 +322,7 @@ def _answer(
         conversation.add(line, answer)
 
 
-def _obey(line: str, conversation: Conversation) -> bool:
+def _run_chat_command(line: str, conversation: Conversation) -> bool:
     """Run a chat command; return False to quit."""
     name, _, rest = line.partition(" ")
     rest = rest.strip()

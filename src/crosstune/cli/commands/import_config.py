@@ -8,10 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Line, Parser, print_result, read_path
+from crosstune.cli.arguments import Parser, print_result, read_path
+from crosstune.cli.terminal.output import Output
 from crosstune.config.load import load_config
 from crosstune.core.errors import EXIT_DONE, UserError
-from crosstune.files.outputs import write_output
+from crosstune.files.outputs import check_output, is_stream, write_output
 
 EXAMPLES = """examples:
   crosstune import axolotl.yml
@@ -19,9 +20,10 @@ EXAMPLES = """examples:
   crosstune import notebook.ipynb --lenient
   crosstune plan --config run.yaml
 
-Reads YAML, JSON, a shell script or command line, and the Python code of a script or notebook, which is not executed. Options of
-crosstune in the command replace what the file says. Each key is listed: mapped, crosstune's default, without effect, or without
-a counterpart. A key without a counterpart is an error, unless --lenient leaves it out."""
+Reads YAML, JSON, a shell script or command line, and the Python code of a script or notebook, which is not executed. Options of crosstune
+on the command line override the file. Each key is listed as mapped, equal to crosstune's default, without effect, or without a counterpart.
+A key without a counterpart is an error unless --lenient leaves it out.
+"""
 
 
 def make_parser() -> Parser:
@@ -37,7 +39,7 @@ def make_parser() -> Parser:
         default="auto",
         help="the trainer (default: recognized by its keys)",
     )
-    add("--out", type=read_path, help="the file to write (default: crosstune.yaml beside FILE)")
+    add("--out", type=read_path, help="the file to write (default: crosstune.yaml next to FILE)")
     add("--overwrite", action="store_true", help="replace an existing file")
     add("--keys", action="store_true", help="list the keys of each trainer, as Markdown, and read no file")
     add("--lenient", action="store_true", help="leave out keys without a counterpart")
@@ -53,6 +55,9 @@ def run(words: Sequence[str]) -> int:
     if own.file is None:
         raise UserError("crosstune import needs a file.", do="see: crosstune import --help")
 
+    out = own.out or own.file.with_name("crosstune.yaml")
+    check_output(out, option="out", inputs=[own.file], overwrite=own.overwrite)
+
     from crosstune.importing.translate import import_file
 
     overrides = load_config(rest, environment={}).options_asked() if rest else {}
@@ -61,12 +66,9 @@ def run(words: Sequence[str]) -> int:
         lines = [f"{_place(own.file, note.line)}{note.key}: {note.text}" for note in found.missing]
         raise UserError(
             f"{len(lines)} of {len(found.notes)} keys {'has' if len(lines) == 1 else 'have'} no counterpart.",
-            why="\n  ".join(["", *lines]),
+            why="\n  ".join(["", *lines] if lines[1:] else lines),
             do="change them, pass the options named above to this command, or leave them out with --lenient",
         )
-    out = own.out or own.file.with_name("crosstune.yaml")
-    if out.exists() and not own.overwrite:
-        raise UserError(f"{out} already exists.", do="pass --out FILE or --overwrite")
     write_output(out, found.to_yaml().encode())
     report = {
         "from": found.tool.title,
@@ -76,6 +78,10 @@ def run(words: Sequence[str]) -> int:
         "remark": found.remark,
         "keys": [asdict(note) for note in found.notes],
     }
+    if is_stream(out):  # standard output may be the file
+        for line in _lines(report, own.file):
+            Output().line(line)
+        return EXIT_DONE
     return print_result(report, _lines(report, own.file), as_json=own.json)
 
 
@@ -83,7 +89,7 @@ def _place(file: Path, line: int | None) -> str:
     return f"{file.name}:{line} " if line is not None else ""
 
 
-def _lines(report: dict[str, Any], file: Path) -> Iterator[Line]:
+def _lines(report: dict[str, Any], file: Path) -> Iterator[str]:
     from crosstune.importing.read import shown_value
 
     yield f"from     {report['from']}, {len(report['keys'])} keys"

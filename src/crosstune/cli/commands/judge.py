@@ -9,12 +9,14 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import (
     Line,
     Parser,
+    announce_command,
     at_least,
     parse_config,
     print_json,
@@ -22,14 +24,12 @@ from crosstune.cli.arguments import (
     print_written,
     read_path,
     read_run,
-    say_start,
 )
 from crosstune.cli.commands.train import add_machine
 from crosstune.cli.terminal.output import Column, table_lines
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
 from crosstune.core.names import unknown_name
-from crosstune.report.judge_section import TITLES, compare_with_best
 
 if TYPE_CHECKING:
     from crosstune.process.ranks import Group
@@ -106,15 +106,15 @@ def run(words: Sequence[str]) -> int:
 
 
 def _train(own: argparse.Namespace, config: Config) -> int:
-    """Train, then test the judge in the first process, after the others have left."""
-    from crosstune.cli.commands.train import leave_together, run_in_processes, show_training
+    """Train, then test the judge in the first process after the others have exited."""
+    from crosstune.cli.commands.train import finish_together, run_in_processes, show_training
     from crosstune.tracking.observe import Tracking
 
     trained: dict[str, Any] = {}
 
     def train(config: Config, group: Group) -> int:
         result, report = show_training(config, group, command=own.words, tracking=tracking, as_json=own.json)
-        leave_together(result, group)
+        finish_together(result, group)
         if group.ranks.first:
             folder, page = str(result.folder), str(report) if report else None
             trained.update(result.summary, folder=folder, report=page)
@@ -137,6 +137,7 @@ def _eval(own: argparse.Namespace, config: Config) -> int:
         return _evaluate_file(own, config)
     if own.target is None:
         raise UserError("judge eval needs a judge.", do="crosstune judge eval RUN, or --predictions FILE")
+    announce_command("judge eval", own.target, "importing the engine")
     from crosstune.results.judge import run_config
 
     folder = Path(own.target).expanduser()
@@ -162,7 +163,7 @@ def _measure_run(folder: Path, own: argparse.Namespace, config: Config) -> dict[
             f"The data of {folder} is too small for a test split.", do="pass --dataset with labeled items"
         )
     backend = config.backend
-    if own.target is None:  # right after the training
+    if own.target is None:  # right after training
         backend = backend_for_test(config, str(read_json(folder / "plan.json").get("backend")))
     request = _make_request(own, config, target=str(folder), backend=backend)
     return _test(request, data.test, own, config, out=own.out or folder, train=data.train)
@@ -209,7 +210,8 @@ def _test(
     from crosstune.cli.terminal.screen import Screen
     from crosstune.results.judge import measure_judge
 
-    say_start("judge eval", str(request.target), "importing the engine")
+    if own.target is None:  # after a training
+        announce_command("judge eval", request.target, "importing the engine")
     with Screen(live=True) as screen:
         test = measure_judge(
             request,
@@ -252,18 +254,21 @@ def _predict(own: argparse.Namespace, config: Config) -> int:
             "judge predict needs a judge and answers.",
             do="crosstune judge predict RUN --input FILE [--output FILE]",
         )
+    from crosstune.files.outputs import check_output, write_output
+
+    if own.output is not None:
+        check_output(own.output, option="output", inputs=[own.input], overwrite=config.overwrite)
+    if own.input.suffix and not own.input.exists():
+        raise UserError(f"There is no file {own.input} (--input).", do="check the path")
+    announce_command("judge predict", own.target, "importing the engine")
     from crosstune.cli.terminal.screen import Screen
     from crosstune.files.json_files import to_json
-    from crosstune.files.outputs import check_output, write_output
     from crosstune.recipes.judge.open_splits import read_split
     from crosstune.recipes.judge.predictions import prediction_row
     from crosstune.results.judge import ask, make_journal, open_judge, reader_for
 
-    if own.output is not None:
-        check_output(own.output, option="output", inputs=[own.input], overwrite=config.overwrite)
     request = _make_request(own, config, target=own.target, backend=config.backend)
     items = read_split(reader_for(request, config, labelled=False), str(own.input), "test")
-    say_start("judge predict", str(own.target), "importing the engine")
     with Screen(live=True) as screen:
         judge = open_judge(request, items=items, config=config, observer=screen)
         journal = make_journal(own.output, judge, items, request, screen)
@@ -287,6 +292,7 @@ def _predict(own: argparse.Namespace, config: Config) -> int:
 
 def _data(own: argparse.Namespace, config: Config) -> int:
     """Show the splits and examples of a dataset, or split it by group."""
+    announce_command("judge data", config.dataset or None, "reading")
     from crosstune.recipes.judge.examples import as_preference
     from crosstune.recipes.judge.items import WINNERS
     from crosstune.recipes.judge.open_splits import open_judge_data
@@ -298,7 +304,7 @@ def _data(own: argparse.Namespace, config: Config) -> int:
         )
     if own.split_to is not None:
         return _split(own, config)
-    data = open_judge_data(config)
+    data = open_judge_data(replace(config, skip_bad_rows=True))
     splits = {"train": data.train, "val": data.val, "test": data.test}
     verdict = choose_format(config.verdict, scale=data.scale, items=list(data.train))
     rewards = config.head == "scalar" and verdict.name == "winner"
@@ -322,15 +328,19 @@ def _data(own: argparse.Namespace, config: Config) -> int:
         },
         "shown": examples,
         "leaking_rows": data.num_leaking,
+        "unreadable_rows": len(data.skipped),
         "notes": list(data.notes),
     }
-    return print_result(found, _data_lines(config.dataset, found), as_json=own.json)
+    print_result(found, _data_lines(config.dataset, found), as_json=own.json)
+    if data.skipped and not config.skip_bad_rows:
+        open_judge_data(config)  # raises as training does
+    return EXIT_DONE
 
 
 def _data_lines(dataset: str, found: Mapping[str, Any]) -> Iterator[Line]:
     how = f"judged by {found['verdict']} on the scale {found['scale']}"
     if found["verdict"] == "reward":
-        how = "pairs that teach rewards (Bradley-Terry); an example shows the better answer"
+        how = "pairs for a reward model (Bradley-Terry); an example shows the better answer"
     yield f"data     {dataset}, {how}"
     for name, facts in found["splits"].items():
         labels = "  ".join(f"{label}: {count}" for label, count in facts["labels"].items())
@@ -340,6 +350,8 @@ def _data_lines(dataset: str, found: Mapping[str, Any]) -> Iterator[Line]:
         )
     dropped = " and were dropped" * bool(found["leaking_rows"])
     yield f"leaks    {found['leaking_rows']:,} training rows are also held out{dropped}"
+    if found["unreadable_rows"]:
+        yield f"skipped  {found['unreadable_rows']:,} rows cannot be read"
     yield from (f"note     {note}" for note in found["notes"])
     for number, messages in enumerate(found["shown"], start=1):
         said = "\n".join(str(message["content"]) for message in messages[:-1])
@@ -352,7 +364,7 @@ def _labels(items: Sequence[Item], verdict: VerdictFormat) -> dict[str, int]:
 
 
 def _split(own: argparse.Namespace, config: Config) -> int:
-    """Write judge_train.json, judge_val.json and judge_test.json without dividing groups."""
+    """Write judge_train.json, judge_val.json and judge_test.json without splitting a group."""
     from crosstune.cli.terminal.output import print_line
     from crosstune.data.read.dataset_list import unweighted
     from crosstune.files.json_files import write_json
@@ -392,6 +404,8 @@ def _split(own: argparse.Namespace, config: Config) -> int:
 
 def metric_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield a table of metrics with 95 % intervals, one column for the judge and each baseline."""
+    from crosstune.report.judge_section import TITLES, compare_with_best
+
     columns = {"judge": report, **report.get("baselines", {})}
     names = [name for name in TITLES if any(name in each["metrics"] for each in columns.values())]
     table = [Column(title="", cells=[*(TITLES[name] for name in names), "unreadable"])]

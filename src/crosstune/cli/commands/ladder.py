@@ -1,4 +1,4 @@
-"""`crosstune ladder`: try optimizations one by one, measure each, and keep what helps."""
+"""`crosstune ladder`: try optimizations one by one, measure each, and keep the changes that help."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Parser, at_least, parse_config, print_json, say_start
+from crosstune.cli.arguments import Parser, announce_command, at_least, parse_config, print_json
 from crosstune.cli.terminal.units import duration
+from crosstune.config.recipe_spec import trained_name
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
 from crosstune.files.paths import shown_path
@@ -29,7 +30,7 @@ Each rung changes some options. Child processes measure it in alternation (A B B
 kept if the loss stays within the rung's tolerance and the gain in speed or memory exceeds the noise between trials. Repeat the
 command to continue a stopped ladder. `crosstune ladder --rungs list` lists the rungs."""
 READ_S = 1.0
-"""A shorter trial was read from disk, so it does not predict the remaining time."""
+"""A faster trial was read from disk, so it does not predict the remaining time."""
 FEW_STEPS = 15
 """Fewer steps give no reliable verdict on speed."""
 
@@ -37,7 +38,7 @@ FEW_STEPS = 15
 def make_parser() -> Parser:
     parser = Parser(
         "ladder",
-        description="Try optimizations of a run one by one, measure each, and keep what helps.",
+        description="Try optimizations of a run one by one, measure each, and keep the changes that help.",
         epilog=EXAMPLES,
     )
     add = parser.add_argument
@@ -66,15 +67,17 @@ def run(words: Sequence[str]) -> int:
     names = _chosen(own.rungs, list(all_rungs()))
     from crosstune.files.run_lock import hold
     from crosstune.files.run_record import move_aside
-    from crosstune.ladder.climb import check_request, check_same_ladder, make_request
+    from crosstune.ladder.climb import make_request
+    from crosstune.runs.trials import check_request, check_same_request
 
     folder = Path(config.output_dir).expanduser() / (config.name or "ladder")
     with hold(folder):
-        say_start("ladder", config.model_name, "probing the machine")
-        check_request(config)
+        announce_command("ladder", trained_name(config), "probing the machine")
+        check_request(config, kind="ladder")
         if config.overwrite and folder.exists():
             move_aside(folder)
-        check_same_ladder(folder, make_request(config, rungs=names, steps=own.steps, goal=own.goal))
+        request = make_request(config, rungs=names, steps=own.steps, goal=own.goal)
+        check_same_request(folder, request, kind="ladder")
         return _climb(own, config, names=names, folder=folder)
 
 
@@ -173,7 +176,7 @@ def _train_command(folder: Path) -> str:
 
 
 def _why_none(found: Climbed) -> str:
-    """Return why no change was kept. A change that failed was not measured, so it is not called worse."""
+    """Return why no change was kept. A failed change was not measured, so it is not called worse."""
     tried = [step for step in found.steps if step.outcome == "rolled back"]
     num_measured = sum(step.comparison is not None and step.comparison.failed is None for step in tried)
     if not tried:
@@ -186,7 +189,7 @@ def _why_none(found: Climbed) -> str:
 
 def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None:
     from crosstune.cli.terminal.units import size
-    from crosstune.ladder.trial import middle
+    from crosstune.ladder.trial import median
 
     kept = [step for step in found.steps if step.outcome == "kept"]
     output.line("")
@@ -198,9 +201,9 @@ def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None
         )
     else:
         ends = found.ends
-        rates = [middle([ends.rate(trial) for trial in side]) for side in (ends.base, ends.new)]
+        rates = [median([ends.rate(trial) for trial in side]) for side in (ends.base, ends.new)]
         unit = "tokens per second of CPU time" if ends.by_cpu_time else "tok/s"
-        peaks = [middle([float(trial.peak_bytes) for trial in side]) for side in (ends.base, ends.new)]
+        peaks = [median([float(trial.peak_bytes) for trial in side]) for side in (ends.base, ends.new)]
         output.line(
             f"result   {len(kept)} kept: {rates[1]:,.0f} {unit} instead of {rates[0]:,.0f} (x {ends.speed:.2f}), "
             f"peak memory {size(peaks[1])} instead of {size(peaks[0])} (x {ends.memory:.2f})"

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from crosstune.cli.arguments import (
     ActionParser,
     Line,
+    announce_command,
     at_least,
     print_result,
     print_written,
     read_path,
     read_path_or_name,
     read_run,
-    say_start,
 )
 from crosstune.cli.terminal.output import Output
 from crosstune.cli.terminal.units import count, size
@@ -113,7 +113,7 @@ def run(words: Sequence[str]) -> int:
         check_output(
             own.out, option="out", inputs=[own.vectors], overwrite=own.overwrite, makes_folder=makes_folder
         )
-    say_start(f"latents {own.action}", str(own.target), "importing the engine")
+    announce_command(f"latents {own.action}", str(own.target), "importing the engine")
     actions = {"build": _build, "export": _export, "decode": _decode, "encode": _encode}
     return (actions | {"sample": _sample, "eval": _eval})[own.action](own)
 
@@ -140,11 +140,11 @@ def _build(own: argparse.Namespace) -> int:
                 encoder=own.encoder or MINILM,
                 vectors=own.vectors,
                 file=own.file,
-                most_texts=own.max_texts,
+                max_texts=own.max_texts,
                 crops=own.crops,
                 mixes=own.mixes,
                 validation_share=own.validation_share,
-                most_validation=own.max_validation,
+                max_validation=own.max_validation,
                 options=WriteOptions(
                     max_tokens=own.max_tokens,
                     too_long=own.too_long,

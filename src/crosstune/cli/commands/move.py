@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from crosstune.cli.arguments import Line, Parser, print_result, read_path, read_run_path, say_start
+from crosstune.cli.arguments import Line, Parser, announce_command, print_result, read_path, read_run_path
 from crosstune.cli.terminal.units import size
 from crosstune.files.paths import shown_path
 
@@ -39,7 +39,7 @@ def make_parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     own = make_parser().parse_args(list(words))
 
-    say_start("move", str(own.target), "importing the engine")
+    announce_command("move", str(own.target), "importing the engine")
     from crosstune.cli.terminal.screen import Screen
     from crosstune.runs.move import move
 

@@ -7,12 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import ActionParser, Line, at_least, print_result, read_path, read_run, say_start
+from crosstune.cli.arguments import (
+    ActionParser,
+    Line,
+    announce_command,
+    at_least,
+    print_result,
+    read_path,
+    read_run,
+)
 from crosstune.cli.commands.generate import MODEL, add_model_arguments, read_sampling
 from crosstune.cli.terminal.output import WARNING, Column, table_lines
 
 ACTIONS = {
-    "make": "sample answers to prompts, score them, and write the best and the worst of each prompt",
+    "make": "sample answers to prompts, score them, and write the best and the worst answer of each prompt",
     "check": "measure how often a second judge prefers the chosen answers",
 }
 EXAMPLES = """examples:
@@ -22,7 +30,7 @@ EXAMPLES = """examples:
 
 A judge is a run of `crosstune judge train`, or a Python function that this command imports and runs, such as
 `def short(prompt, answer): return -len(answer)`; it may also have the arguments messages and reference. Higher is better.
-A judge of two answers compares all of them: the score of an answer is its mean probability of winning, from 0 to 1."""
+A judge of two answers compares all of them; the score of an answer is its mean probability of winning, from 0 to 1."""
 
 
 def make_parser() -> ActionParser:
@@ -31,7 +39,7 @@ def make_parser() -> ActionParser:
     add_model_arguments(parser, metavar="MODEL|PAIRS", temperature=1.0, model=given)
     sampling = {action.dest for action in parser._actions} - {"help", "json", "action", "model", "backend"}
     parser.actions_of |= dict.fromkeys(sampling, ("make",))
-    judge = "a judge run (folder or name), or FILE.py:FUNCTION or MODULE:FUNCTION, whose code is run"
+    judge = "a judge run (folder or name), or FILE.py:FUNCTION or MODULE:FUNCTION, imported and run"
     parser.add_argument("--judge", required=True, type=read_run, help=judge)
     out = "write the pairs to this file as JSON lines; for check, with the preference of the judge"
     parser.add_argument("--out", type=read_path, metavar="FILE", help=out)
@@ -39,7 +47,9 @@ def make_parser() -> ActionParser:
     prompts = "one prompt per line, or JSON lines with prompt or messages, as for `crosstune generate`"
     parser.add_for("make", "--prompts", type=read_path, metavar="FILE", help=prompts)
     parser.add_for("make", "--num", type=at_least(2, high=1000), default=4, help="answers per prompt")
-    parser.add_for("make", "--margin", type=at_least(0.0), default=0.0, help="least difference of two scores")
+    parser.add_for(
+        "make", "--margin", type=at_least(0.0), default=0.0, help="minimum difference between the two scores"
+    )
     return parser
 
 
@@ -57,7 +67,7 @@ def run(words: Sequence[str]) -> int:
         inputs = [own.prompts, read_path(own.model)]
         check_output(own.out, option="out", inputs=inputs, overwrite=own.overwrite, streams=False)
     sampling = read_sampling(own)
-    say_start(f"pairs {own.action}", own.model, f"judged by {own.judge}", "importing the engine")
+    announce_command(f"pairs {own.action}", own.model, f"judged by {own.judge}", "importing the engine")
     from crosstune.cli.terminal.screen import Screen
     from crosstune.results.pairs import MakeRequest, check_pairs, make_pairs
     from crosstune.results.prompt_file import read_prompts
@@ -74,7 +84,9 @@ def run(words: Sequence[str]) -> int:
             return print_result(found, _checked_lines(found), as_json=own.json)
         names = ("model", "out", "num", "margin", "max_new_tokens", "backend", "precision")
         options = {name: getattr(own, name) for name in names} | {"sampling": sampling}
-        request = MakeRequest(prompts=read_prompts(own.prompts, system=own.system), **options)
+        request = MakeRequest(
+            prompts=read_prompts(own.prompts, system=own.system, say=screen.output.line), **options
+        )
         scorer = find_scorer(own.judge, backend=own.backend)
         found = make_pairs(request, scorer, observer=screen, progress=show)
     return print_result(found, _made_lines(found), as_json=own.json)

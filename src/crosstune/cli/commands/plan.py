@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import (
     Parser,
+    announce_command,
     at_least,
     parse_config,
     print_result,
     read_path_or_name,
-    say_start,
 )
 from crosstune.cli.plan_lines import backend_settings, plan_lines, verdict_lines
+from crosstune.config.recipe_spec import trained_name
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
@@ -30,7 +31,7 @@ EXAMPLES = """examples:
   crosstune plan --machine apple-m1-16gb --backend mps --precision bf16
   crosstune plan --machine their-doctor-report.json --json
   crosstune plan --machine rtx-3090-x2 --train_type qlora --model_name Qwen/Qwen2.5-14B
-  crosstune plan --machine apple-m1-16gb --emulate mps       (also emulate a few steps of that Mac here)
+  crosstune plan --machine apple-m1-16gb --emulate mps       (also emulate a few steps of that Mac on this machine)
   crosstune plan --machine h200-x8 --nnodes 4 --price_per_hour 30 --sharding_strategy full_shard --train_type full --max_steps 1000
 
 --machine accepts a report written by `crosstune doctor --json` on another computer, or a profile listed by
@@ -63,7 +64,7 @@ def run(words: Sequence[str]) -> int:
         return EXIT_DONE
     if config.emulate is not None:
         return run_emulated(config, machine=own.machine, as_json=own.json, with_plan=True)
-    say_start("plan", config.model_name, own.machine or "probing the machine")
+    announce_command("plan", trained_name(config), own.machine or "probing the machine")
     from crosstune.distributed.environment import read_ranks
     from crosstune.planner.gather import may_have_several_devices, with_all_devices
     from crosstune.planner.predict import predict
@@ -84,7 +85,9 @@ def run(words: Sequence[str]) -> int:
 
 def run_emulated(config: Config, *, machine: str | None, as_json: bool, with_plan: bool) -> int:
     """Emulate a run on this machine, and print whether it would work on the other."""
-    say_start("train" if not with_plan else "plan", f"{config.model_name}, emulating {config.emulate}")
+    announce_command(
+        "train" if not with_plan else "plan", f"{trained_name(config)}, emulating {config.emulate}"
+    )
     from crosstune.cli.terminal.screen import open_screen
     from crosstune.emulate.verdict import emulate
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from crosstune.cli.arguments import Parser, print_result, read_run, say_start
+from crosstune.cli.arguments import Parser, announce_command, print_result, read_path, read_run
 from crosstune.cli.terminal.output import Output
 from crosstune.cli.terminal.units import size
+from crosstune.files.atomic_files import put_new, remove_abandoned, staging_folder
 
 EXAMPLES = """examples:
   crosstune push runs/demo --to ORG/NAME --dry_run           (writes the files, shows the card, sends nothing)
@@ -25,25 +27,35 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("target", type=read_run, metavar="RUN", help="a run")
     add(
-        "--to", required=True, metavar="ORG/NAME", help="the repository on the hub; made if it does not exist"
+        "--to",
+        required=True,
+        metavar="ORG/NAME",
+        help="the repository on the hub; created if it does not exist",
     )
     what = "the adapter (default), the merged model, or a GGUF file; a fully trained run is always merged or gguf"
     add("--what", choices=("adapter", "merged", "gguf"), help=what)
     base = "the base model on the hub, if the run was trained on a local folder"
     add("--base", metavar="ORG/NAME", help=base)
     add("--license", metavar="NAME", help="license of the base model (default: from its card on the hub)")
-    add("--public", action="store_true", help="make a new repository public (default: private)")
+    add("--public", action="store_true", help="create a public repository (default: private)")
     add("--dry_run", action="store_true", help="write the files to --out and send nothing")
-    add("--out", type=Path, metavar="FOLDER", help="with --dry_run: an empty folder for the files")
+    add("--out", type=read_path, metavar="FOLDER", help="with --dry_run: an empty folder for the files")
     return parser
 
 
 def run(words: Sequence[str]) -> int:
-    own = make_parser().parse_args(list(words))
-    say_start("push", own.target, "reading the run")
+    parser = make_parser()
+    own = parser.parse_args(list(words))
+    if own.out is not None and not own.dry_run:
+        parser.error("--out needs --dry_run")
+
+    from crosstune.models.staged import check_out
+
+    if own.out is not None:
+        check_out(own.out)
+    announce_command("push", own.target, "reading the run")
 
     from crosstune.cli.terminal.screen import Screen
-    from crosstune.models.staged import check_out
     from crosstune.report.files import load_run
     from crosstune.report.model_card import CURVE, CardFacts, loss_curve, model_card
     from crosstune.results import push
@@ -53,18 +65,11 @@ def run(words: Sequence[str]) -> int:
     what = own.what or ("merged" if trained.adapter is None else "adapter")
     request = push.PushRequest(target=own.target, repo=own.to, what=what, base=own.base, public=own.public)
     push.check_request(request, trained)
-    if own.out is not None:
-        check_out(own.out)
     if not own.dry_run:
         push.check_token()
     record = load_run(Path(own.target))
     base = push.base_on_hub(request, trained)
-    with (
-        tempfile.TemporaryDirectory(prefix="crosstune-push-") as scratch,
-        Screen(live=not own.json) as screen,
-    ):
-        folder = own.out if own.dry_run and own.out is not None else Path(scratch)
-        folder.mkdir(exist_ok=True)
+    with _folder_for_files(own.out) as folder, Screen(live=not own.json) as screen:
         files = push.stage_files(request, trained, folder, observer=screen)
         curve = loss_curve(record)
         if curve is not None:
@@ -102,3 +107,19 @@ def run(words: Sequence[str]) -> int:
         )
     data = {"repo": own.to, "what": what, "url": url, "files": sizes, "card": card}
     return print_result(data, lines, as_json=own.json)
+
+
+@contextlib.contextmanager
+def _folder_for_files(out: Path | None) -> Iterator[Path]:
+    """Yield an empty folder, and move it to `out` at the end; a temporary folder without `out`."""
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="crosstune-push-") as scratch:
+            yield Path(scratch)
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(out.parent)
+    with staging_folder(out) as home:
+        folder = home / "files"
+        folder.mkdir()
+        yield folder
+        put_new(folder, out)

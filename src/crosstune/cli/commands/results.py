@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from crosstune.cli.arguments import (
     Line,
     Parser,
+    announce_command,
     at_least,
     print_result,
     read_path,
     read_path_or_name,
     read_run,
-    say_start,
 )
 from crosstune.cli.terminal.output import GOOD, WARNING
 from crosstune.core.quantization import GGUF_TYPES, quantizer_names, read_quantizers
@@ -39,7 +39,7 @@ EXPORT_EXAMPLES = """examples:
   crosstune export runs/demo --to gguf --gguf_type q8_0    (a folder with the file and its record)
   crosstune export runs/demo --to gguf --out demo.gguf     (only the file)
   crosstune export runs/demo --to gguf --gguf_type q4_k_m
-  crosstune export runs/demo --to gguf --max_kl 0.02       (the smallest file that near the model)
+  crosstune export runs/demo --to gguf --max_kl 0.02       (the smallest file this close to the model)
   crosstune export runs/demo --to gguf --adapter_only      (the adapter without its base)
   crosstune export runs/demo --to ollama --gguf_type q8_0  (with a Modelfile)
   crosstune export runs/demo --to vllm                     (print the command that serves it)
@@ -59,10 +59,10 @@ CONVERT_EXAMPLES = """examples:
 A quantized folder can be used for training directly:
   crosstune train --model_name models/llama-hqq-4bit --train_type qlora --quantization_backend hqq --group_size 128"""
 _TRY = {
-    "hf": "crosstune chat {}",
-    "mlx": "mlx_lm.chat --model {}",
-    "gguf": "llama-cli -m {} -cnv",
-    "ollama": "ollama create {}",
+    "hf": "crosstune chat {0}",
+    "mlx": "mlx_lm.chat --model {0}",
+    "gguf": "crosstune serve {0}, or llama-cli -m {0} -cnv",
+    "ollama": "ollama create {0}",
 }
 """Format -> a command that uses it."""
 
@@ -110,23 +110,22 @@ def run_export(words: Sequence[str]) -> int:
 
     from crosstune.results.export import Form, export
 
+    by_type = own.to == "ollama" or (own.to == "gguf" and not own.adapter_only)
     form = Form(
         to=own.to,
         bits=own.n_bits or 16,
         group_size=own.group_size or 64,
-        kind=own.gguf_type or "auto",
+        kind=own.gguf_type if own.gguf_type and by_type else "auto",
         adapter_only=bool(own.adapter_only) and own.to == "gguf",
-        imatrix=bool(own.imatrix) and own.to in ("gguf", "ollama"),
-        max_kl=own.max_kl if own.to in ("gguf", "ollama") else None,
+        imatrix=bool(own.imatrix) and by_type,
+        max_kl=own.max_kl if by_type else None,
     )
     used_by = {
         "n_bits": ["mlx"],
         "group_size": ["mlx"],
-        "gguf_type": ["gguf", "ollama"],
-        "imatrix": ["gguf", "ollama"],
-        "max_kl": ["gguf", "ollama"],
+        **dict.fromkeys(("gguf_type", "imatrix", "max_kl"), ["gguf", "ollama"] if by_type else ()),
         "adapter_only": ["gguf"],
-    }
+    } | {key: ["hf", "mlx", "gguf", "ollama"] for key in ("out", "into", "dtype")}
     return _make(
         "export",
         partial(export, _read_request(own), form),
@@ -145,9 +144,10 @@ def _export_lines(report: Report, own: argparse.Namespace) -> Iterable[Line]:
     yield from _report_lines(report)
     path = shlex.quote(str(_written_path(report)))
     if own.to == "ollama":
-        place = Path(report["path"])
-        path = f"{shlex.quote(place.name)} -f {shlex.quote(str(place / 'Modelfile'))}"
-    yield f"try it   {('llama-cli -m BASE.gguf --lora {} -cnv' if own.adapter_only else _TRY[own.to]).format(path)}"
+        name = (own.out or Path(own.target)).name
+        path = f"{shlex.quote(name)} -f {shlex.quote(str(Path(report['path']) / 'Modelfile'))}"
+    is_adapter = own.adapter_only and own.to == "gguf"
+    yield f"try it   {('llama-cli -m BASE.gguf --lora {0} -cnv' if is_adapter else _TRY[own.to]).format(path)}"
 
 
 def make_parser_convert() -> Parser:
@@ -274,14 +274,17 @@ def _make(
     from crosstune.cli.terminal.screen import Screen
 
     target = own.model if command == "convert" else own.target
-    say_start(command, target, "importing the engine")
+    announce_command(command, target, "importing the engine")
     with Screen(live=not own.json) as screen:
         report = make(observer=screen)
     is_adapter = "exact" in report
+    form = f"--to {getattr(own, 'to', None)}"
+    if form == "--to gguf" and own.adapter_only:
+        form = "--adapter_only"
     unused = [
-        f"--{option} has no effect {'on an adapter' if is_adapter else f'with --to {own.to}'}"
+        f"--{option} has no effect {'on an adapter' if is_adapter else f'with {form}'}"
         for option, forms in (used_by or {}).items()
-        if getattr(own, option) is not None and (is_adapter or own.to not in forms)
+        if getattr(own, option) not in (None, "auto") and (is_adapter or own.to not in forms)
     ]
     report["warnings"] = [*report.get("warnings", ()), *unused]
     return print_result(report, (lines or _report_lines)(report), as_json=own.json)
@@ -290,9 +293,9 @@ def _make(
 _COMPARISONS = {
     "unquantized": "the same before quantization",
     "llama_cpp": "in llama.cpp",
-    "own_reader": "the file as crosstune opens it again, with f32 weights kept and all others as bf16",
+    "own_reader": "the file reopened by crosstune, with f32 weights kept and all others in bf16",
 }
-"""Key of a report -> what was compared."""
+"""Key of a report -> description of the comparison."""
 
 
 def _report_lines(report: Report) -> Iterable[Line]:
@@ -312,8 +315,8 @@ def _report_lines(report: Report) -> Iterable[Line]:
             texts, answers = report[name]["texts"], report[name]["answers"]
             yield (
                 f"         same token ids for {texts['same']} of {texts['compared']} texts ({texts['of_run']} from the run); "
-                f"{answers['same']} of {answers['compared']} greedy answers ({answers['tokens']} tokens in all) have the "
-                "trained model's choice at every token"
+                f"{answers['same']} of {answers['compared']} greedy answers ({answers['tokens']} tokens) agree with the trained model at "
+                f"every token"
             )
     yield "  differences of logits from the trained model; below its bound, `relative` is explained by rounding"
     for name, agreement in report.get("against_trained", {}).items():

@@ -123,7 +123,7 @@ def _age(seconds: float) -> str:
 
 
 def make_parser_compare() -> Parser:
-    parser = Parser("compare", description="Show what differs between runs.", epilog=COMPARE_EXAMPLES)
+    parser = Parser("compare", description="Show the differences between runs.", epilog=COMPARE_EXAMPLES)
     add = parser.add_argument
     add("runs", nargs="*", type=read_path_or_name, metavar="RUN", help="two or more runs")
     add("--output_dir", type=read_path, default=Path("runs"), help="runs folder (default runs)")
@@ -152,7 +152,7 @@ def comparison_lines(found: Comparison, *, width: int | None) -> Iterator[Line]:
     yield "Results", STRONG
     yield from _table(found.results, found.names, width=width)
     yield ""
-    yield "What differs", STRONG
+    yield "Differences", STRONG
     if found.options:
         yield from _table(found.options, found.names, width=width)
     else:

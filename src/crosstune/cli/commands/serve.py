@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Sequence
 
-from crosstune.cli.arguments import Parser, at_least, read_run, say_start
+from crosstune.cli.arguments import Parser, announce_command, at_least, read_key, read_run
 from crosstune.cli.terminal.output import QUIET, WARNING, Output, print_line
 from crosstune.core.errors import EXIT_DONE
 from crosstune.serve.router import Router
@@ -38,7 +38,7 @@ def make_parser() -> Parser:
     add("--also", type=read_run, action="append", default=[], metavar="RUN|MODEL", help=also)
     add("--port", type=at_least(0, high=65535), default=8000, help="port (default 8000; 0: a free one)")
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
-    add("--api_key", default="", metavar="KEY", help="require this key from clients")
+    add("--api_key", type=read_key, metavar="KEY", help="require this key from clients")
     engines = ("auto", "llamacpp", "mlx", "vllm", "transformers")
     add("--engine", choices=engines, default="auto", help="the server that computes (default auto)")
     slots = "requests answered at the same time, others wait (default 4; llamacpp and mlx)"
@@ -55,10 +55,12 @@ def make_parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     own = make_parser().parse_args(list(words))
     with Router(
-        own.host, own.port, api_key=own.api_key
-    ) as router:  # before long work: the port may be in use
+        own.host, own.port, api_key=own.api_key or ""
+    ) as router:  # before the slow work, since the port may be in use
         router.start()
-        say_start("serve", f"{', '.join([own.target, *own.also])} on {router.url}/v1", "importing the engine")
+        announce_command(
+            "serve", f"{', '.join([own.target, *own.also])} on {router.url}/v1", "importing the engine"
+        )
         if not router.only_loopback and not own.api_key:
             text = f"warning  anyone who reaches {own.host} can use the model; add --api_key KEY"
             Output().line(text, style=WARNING)

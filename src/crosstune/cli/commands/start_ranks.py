@@ -18,7 +18,7 @@ CROWD = 4
 """Warn above this many processes per core."""
 
 
-def processes_here(config: Config, nodes: Nodes | None) -> int:
+def num_local_processes(config: Config, nodes: Nodes | None) -> int:
     """Return the number of local processes, from --world_size or the original environment variables."""
     from crosstune.runs.pipeline import num_processes
 
@@ -40,7 +40,7 @@ def processes_here(config: Config, nodes: Nodes | None) -> int:
     return num_processes(config, num_local=num_local if num_local is not None else -1)
 
 
-def remark_on_crowd(backend: str, num_local: int, *, cores: int) -> str:
+def oversubscription_warning(backend: str, num_local: int, *, cores: int) -> str:
     """Return a warning if there are many more processes than cores, otherwise an empty string."""
     if backend != "cpu" or num_local <= CROWD * cores:
         return ""
@@ -52,12 +52,12 @@ def remark_on_crowd(backend: str, num_local: int, *, cores: int) -> str:
 
 def start_ranks(arguments: Sequence[str], config: Config, *, nodes: Nodes | None, num_local: int) -> int:
     """Run the same command once per rank, and return the exit code of the run."""
-    from crosstune.runs.pipeline import plan_here
+    from crosstune.runs.pipeline import plan_single_process
 
     command = [sys.executable, "-m", "crosstune", *arguments]
-    plan, limits = plan_here(config), limits_of(config)
+    plan, limits = plan_single_process(config), limits_of(config)
     engine = plan.engine
-    if remark := remark_on_crowd(plan.backend.name, num_local, cores=num_cores()):
+    if remark := oversubscription_warning(plan.backend.name, num_local, cores=num_cores()):
         Output().line(remark, style=WARNING)
     if engine == "mlx" and nodes is not None and nodes.num_nodes > 1:
         raise UserError(

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
-from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name, say_start
+from crosstune.cli.arguments import Parser, announce_command, parse_config, print_json, read_path_or_name
 from crosstune.cli.terminal.streams import Stream
+from crosstune.config.recipe_spec import trained_name
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, LIBRARY_FAULTS, PeerLost, UserError
 from crosstune.core.events import Observer
@@ -18,7 +19,7 @@ from crosstune.distributed.environment import read_nodes, read_ranks
 from crosstune.process.ranks import Group
 
 if TYPE_CHECKING:
-    from crosstune.cli.terminal.screen import Screen
+    from crosstune.cli.terminal.screen import ProgressLine, Screen
     from crosstune.loop.stop import StopSignal
     from crosstune.runs.pipeline import RunResult
     from crosstune.tracking.observe import Tracking
@@ -31,7 +32,7 @@ EXAMPLES = """examples:
   crosstune train --base_precision fp8                    (LoRA on a frozen base in fp8, on GPUs with fp8)
   crosstune train --config run.yaml --max_steps 20        (flags override the file)
   crosstune train --name long --num_epochs 3 --save_steps 100 --resume auto     (run it again to continue after a crash)
-  crosstune train --name seen --log_to tensorboard,wandb --project_name my-runs   (WANDB_MODE=offline keeps wandb local)
+  crosstune train --name tracked --log_to tensorboard,wandb --project_name my-runs   (WANDB_MODE=offline keeps wandb local)
   crosstune train --resume runs/long                      (continue a run with its options)
   crosstune train --emulate mps --machine apple-m1-16gb   (check whether this run would work on that Mac)"""
 
@@ -80,29 +81,31 @@ def run_in_processes(
 
     ranks, nodes = read_ranks(config), read_nodes(config)
     if ranks is None:
-        say_training("judge train" if command[0] == "judge" else "train", config)
-        from crosstune.cli.commands.start_ranks import processes_here, start_ranks
+        announce_run("judge train" if command[0] == "judge" else "train", config)
+        from crosstune.cli.commands.start_ranks import num_local_processes, start_ranks
 
-        if (num_local := processes_here(config, nodes)) > 1 or (nodes is not None and nodes.num_nodes > 1):
+        if (num_local := num_local_processes(config, nodes)) > 1 or (
+            nodes is not None and nodes.num_nodes > 1
+        ):
             return start_ranks(command, config, nodes=nodes, num_local=num_local)
     elif ranks.launcher is not None:
         from crosstune.distributed.launch import follow
 
         follow(ranks.launcher)
-    from crosstune.distributed.group import connected, naming_rank
+    from crosstune.distributed.group import connected, errors_with_rank
 
-    with connected(config, ranks) as group, naming_rank(group):
+    with connected(config, ranks) as group, errors_with_rank(group):
         return train(after_restart(config, group), group)
 
 
-def say_training(command: str, config: Config) -> None:
-    """Say on standard error which run begins. A stalled terminal delays the run by at most two seconds."""
+def announce_run(command: str, config: Config) -> None:
+    """Announce the run on standard error. A stalled terminal delays the run by at most two seconds."""
     if isinstance(sys.stderr, Stream):
         sys.stderr.unblock()
     where = f" on {config.backend}" if config.backend != "auto" else ""
     resumed = config.resume if config.resume not in ("none", "auto") else None
-    what = f"continuing {resumed}" if resumed else config.model_name
-    say_start(command, f"{what}{where}", "probing the machine")
+    what = f"continuing {resumed}" if resumed else trained_name(config)
+    announce_command(command, f"{what}{where}", "probing the machine")
 
 
 def after_restart(config: Config, group: Group) -> Config:
@@ -125,7 +128,7 @@ def _train(config: Config, command: Sequence[str], group: Group, *, as_json: boo
     summary = result.summary
     if as_json and group.ranks.first:
         print_json(summary | {"folder": str(result.folder), "report": str(report) if report else None})
-    leave_together(result, group)
+    finish_together(result, group)
     return EXIT_DONE if summary["status"] == "finished" else EXIT_STOPPED
 
 
@@ -139,14 +142,16 @@ def show_training(
     tracking: Tracking | None = None,
     quiet: bool = False,
     as_json: bool = False,
+    line: ProgressLine | None = None,
 ) -> tuple[RunResult, Path | None]:
-    """Train, print progress and outcome unless `quiet`, and write the report; return the run and the report."""
+    """Train, print progress and outcome unless `quiet`, and write the report; return the run and the report. A `line` shows
+    the progress in place."""
     from crosstune.cli.terminal.event_lines import ending_lines
     from crosstune.cli.terminal.screen import open_screen
     from crosstune.loop.stop import StopSignal
     from crosstune.runs.pipeline import train
 
-    with open_screen(config, as_json=as_json, quiet=quiet) as screen:
+    with open_screen(config, as_json=as_json, quiet=quiet, line=line) as screen:
         result = train(
             config,
             observers=[screen, *observers],
@@ -165,10 +170,10 @@ def show_training(
     return result, report
 
 
-def leave_together(result: RunResult, group: Group) -> None:
+def finish_together(result: RunResult, group: Group) -> None:
     """Wait for the other processes of a run, and raise the error that stopped it, if any."""
     if not isinstance(result.failure, PeerLost):
-        group.meet()  # under mlx.launch, the first process to exit terminates the others
+        group.barrier()  # under mlx.launch, the first process to exit terminates the others
     if result.failure is not None:
         raise result.failure
 

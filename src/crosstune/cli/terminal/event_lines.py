@@ -32,7 +32,7 @@ from crosstune.core.events import (
     Warned,
 )
 from crosstune.files.paths import shown_path
-from crosstune.report.formatting import few_metrics, show_examples
+from crosstune.report.formatting import show_examples, terminal_metrics
 from crosstune.report.next_steps import use_result
 from crosstune.tracking.tracker import TrackingFailed, TrackingStarted, TrackingWaits
 
@@ -219,8 +219,8 @@ def ending_lines(
 def _evaluation_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line per metric: before training, at the best step, at the last step."""
     best, last = summary.get("best"), summary.get("last")
-    first = few_metrics(summary["eval_before"])
-    for name, after in few_metrics(summary["eval_after"]).items():
+    first = terminal_metrics(summary["eval_before"])
+    for name, after in terminal_metrics(summary["eval_after"]).items():
         before = first.get(name)
         parts = [f"{figure(before)} before training"] if before is not None else []
         if best is not None and last is not None and best["step"] != last["step"]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import singledispatchmethod
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -36,7 +37,7 @@ from crosstune.core.events import (
     TrainingStarted,
 )
 from crosstune.core.safe_text import printable
-from crosstune.report.formatting import few_metrics
+from crosstune.report.formatting import terminal_metrics
 
 MIN_BAR, MAX_BAR = 6, 30
 QUIET_S = 1.0
@@ -50,7 +51,9 @@ RECENT_STEPS = 20
 """Number of steps for the displayed speed and time left."""
 
 
-def open_screen(config: Config, *, as_json: bool = False, quiet: bool = False) -> Screen:
+def open_screen(
+    config: Config, *, as_json: bool = False, quiet: bool = False, line: ProgressLine | None = None
+) -> Screen:
     """Return the screen for a configuration. With `as_json`, standard output is reserved for the result."""
     shown = screen_in(config.log_to)
     stream: Any = sys.stdout if shown == "stdout" and not as_json else sys.stderr
@@ -63,6 +66,7 @@ def open_screen(config: Config, *, as_json: bool = False, quiet: bool = False) -
         every=config.log_every_n_steps if "log_every_n_steps" in config.sources else None,
         verbose=config.verbose,
         stream=stream,
+        line=line,
     )
     screen.output.console.quiet = quiet
     return screen
@@ -78,21 +82,22 @@ class Screen:
         every: int | None = None,
         verbose: bool = False,
         stream: TextIO | None = None,
+        line: ProgressLine | None = None,
     ) -> None:
-        """With `every`, print a line at this step interval, even above the live bar; otherwise choose the interval."""
+        """Without a `line`, the bar is on the terminal, if there is one. With `every`, print a line at this step interval, even above the live bar; otherwise choose the interval."""
         self.output = Output(stream)
         self._is_stdout = stream is not None and stream is sys.stdout
-        self.live = live and self.output.is_terminal
+        self.live = live and (line is not None or self.output.is_terminal)
         self.every = every if every is not None else (1 if verbose else None)
         self.verbose = verbose
         self.num_steps = 0
-        self._line = LiveLine(self.output.console)
+        self._line: ProgressLine = line or LiveLine(self.output.console)
         self._bar: BarLine | None = None
         """The training bar, restored after an evaluation."""
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
         """Seconds and tokens of recent steps; an average over the run would hide a slowdown."""
         self._is_warm = False
-        self._last_step_line = (0, 0.0)
+        self._last_step_line_at = -math.inf
         self._stage = ""
         self._stage_started, self._stage_first = 0.0, 0
         self._last_shown = 0.0
@@ -118,7 +123,7 @@ class Screen:
         if self.live:
             self._show_training(step, figures)
         if self._line_due(step):
-            self._last_step_line = step, time.monotonic()
+            self._last_step_line_at = time.monotonic()
             self.output.line("  ".join([f"step {step}/{self.num_steps}", *_with_samples(metrics, figures)]))
 
     def _show_training(self, step: int, figures: Sequence[str]) -> None:
@@ -137,6 +142,8 @@ class Screen:
             f"{tokens / max(seconds, 1e-9):,.0f} tok/s",
             f"mem {size(metrics['memory_bytes'])}",
             f"lr {metrics['lr']:.2e}",
+            *([f"grad {metrics['grad_norm']:.3g}"] if metrics["grad_norm"] is not None else []),
+            *([f"epoch {metrics['epoch']:.2f}"] if "epoch" in metrics else []),
         ]
 
     def _line_due(self, step: int) -> bool:
@@ -144,10 +151,9 @@ class Screen:
             return step % self.every == 0
         if self.live:
             return False
-        last, at = self._last_step_line
-        idle_s = time.monotonic() - at
-        share_done = (step - last) * MAX_STEP_LINES >= self.num_steps
-        return last == 0 or step == self.num_steps or (share_done and idle_s >= 1) or idle_s >= SILENT_S
+        every = max(1, math.ceil(self.num_steps / MAX_STEP_LINES))
+        silent_s = time.monotonic() - self._last_step_line_at
+        return step % every == 0 or step == self.num_steps or silent_s >= SILENT_S
 
     @singledispatchmethod
     def on_event(self, event: Event) -> None:
@@ -243,7 +249,7 @@ class Screen:
             self._line.show(self._bar)
         else:
             self._line.clear()
-        metrics: dict[str, float] = few_metrics(event.metrics)
+        metrics: dict[str, float] = terminal_metrics(event.metrics)
         parts, style = [], STRONG
         for name, value in metrics.items():
             before = self._last_metrics.get(name)
@@ -259,7 +265,8 @@ class Screen:
             # Equality with the reference is informative only if it is the metric.
             mark = _mark(sample) if "exact_match" in metrics else ""
             self.output.line(
-                f"  > {_short(sample['prompt'])}\n  {mark}{_short(sample['answer'])}", style=QUIET
+                f"  > {_short(sample['prompt'])}\n  {mark}{_short(sample['answer']) or '(empty)'}",
+                style=QUIET,
             )
 
     @on_event.register(Stopped)
@@ -290,6 +297,14 @@ class BarLine:
         done, left = ("#", "-") if options.ascii_only else ("━", "─")  # distinguishable without colors
         bar = (done * full, "green" if self.share >= 1 else "cyan"), (left * (length - full), "bright_black")
         yield Text.assemble(title, " ", *bar, *figures, no_wrap=True, overflow="crop")
+
+
+class ProgressLine(Protocol):
+    """A place that shows the progress, rewritten as work proceeds."""
+
+    def show(self, line: BarLine) -> None: ...
+
+    def clear(self) -> None: ...
 
 
 class LiveLine:

@@ -18,9 +18,9 @@ from typing import Any, TextIO
 
 from crosstune.core.errors import UserError
 from crosstune.core.safe_text import printable
-from crosstune.tracking.tracker import in_tracker_thread
+from crosstune.process.this_process import in_tracker_thread
 
-MOST_WAITING = 500
+MAX_WAITING = 500
 """Maximum number of writes queued for a terminal; further writes are dropped."""
 DRAIN_S = 2.0
 _READER_GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET, errno.ENXIO)
@@ -81,7 +81,7 @@ class Stream:
         """Write to a terminal from a thread from now on, so that a stalled terminal (Ctrl-S, a lost connection) does not block the run."""
         if self._waiting is None and self.stream.isatty():
             self.flush()
-            self._waiting = queue.Queue(maxsize=MOST_WAITING)
+            self._waiting = queue.Queue(maxsize=MAX_WAITING)
             # A separate descriptor: a thread blocked in Python's buffer would block the exit of the process.
             arguments = (os.dup(self.stream.fileno()), self._waiting)
             threading.Thread(target=_write_all, args=arguments, name="terminal", daemon=True).start()
@@ -140,7 +140,7 @@ def _write_all(descriptor: int, waiting: queue.Queue[bytes]) -> None:
 
 def open_closed_streams() -> None:
     """Open the null device in place of standard streams that were closed (`>&-`). Otherwise they are None, and the next
-    file that is opened takes their descriptor, with what libraries and child processes print."""
+    file that is opened gets their descriptor, and libraries and child processes print into it."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
             continue

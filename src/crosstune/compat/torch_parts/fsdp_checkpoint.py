@@ -1,4 +1,4 @@
-"""Save a model with its optimizer as one safetensors file, and load it at any number of processes.
+"""Save a model with its optimizer as one safetensors file, and load it with any number of processes.
 
 The tensors are `model/<name>`, `optimizer/<slot>/<name>` and `random/<rank>/<name>`. The metadata contains the saved
 values, the optimizer's settings and a hash over everything.

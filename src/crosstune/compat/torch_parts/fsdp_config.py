@@ -151,4 +151,4 @@ _SETTINGS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "unified_memory_pool_size": (_count(1, None), "", "use an integer from 1, or None"),
     "fallback_to_cpu_ops": (_operators, "", "use a list of names such as ['aten::sort']"),
 }
-"""Setting -> (reader, why other values are rejected, what to use); all others are flags."""
+"""Setting -> (reader, reason to reject other values, advice); all others are flags."""

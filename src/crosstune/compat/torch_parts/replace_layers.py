@@ -50,7 +50,7 @@ class LayerStorage:
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Return all names of layers of class nn.Linear, not of subclasses: nn.MultiheadAttention never calls its own."""
+    """Return the names of layers of exactly class nn.Linear; nn.MultiheadAttention never calls its subclass."""
     modules = model.named_modules(remove_duplicate=False)
     return [name for name, module in modules if name and type(module) is nn.Linear]
 
@@ -241,12 +241,12 @@ class HalfLinear(nn.Linear):
 
 
 def new_layer(recipe: LayerStorage, *sizes: int, **options: Any) -> QuantizedLinear | HalfLinear:
-    """Return a newly initialized layer with the arguments of nn.Linear, stored as the recipe says."""
+    """Return a newly initialized layer with the arguments of nn.Linear, stored by the recipe."""
     return make_layer(nn.Linear(*sizes, **options), recipe)
 
 
 def make_layer(linear: nn.Linear, recipe: LayerStorage) -> QuantizedLinear | HalfLinear:
-    """Return a layer with the weights of `linear`, stored as the recipe says."""
+    """Return a layer with the weights of `linear`, stored by the recipe."""
     if recipe.spec is None:
         return HalfLinear(linear.weight, linear.bias, recipe=recipe, trained=linear.weight.requires_grad)
     return QuantizedLinear.from_weight(linear.weight, linear.bias, recipe)

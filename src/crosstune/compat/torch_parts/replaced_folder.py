@@ -30,7 +30,7 @@ from crosstune.files.json_fields import NOTHING, OBJECT, TEXT, check_fields, map
 from crosstune.files.json_files import read_json, write_json
 from crosstune.files.plain_files import file_sha256
 from crosstune.models.adapter_files import copy_tokenizer
-from crosstune.models.config_spelling import respell_folder
+from crosstune.models.config_aliases import add_folder_aliases
 from crosstune.models.folder import PLAIN_STEM, QUANTIZED_STEM
 from crosstune.models.quantized_folder import RECORD
 from crosstune.torch_engine.loading.adapters import AdaptedLinear
@@ -237,7 +237,7 @@ def _save_architecture(model: nn.Module, folder: Path, spec: QuantSpec | None) -
     if spec is not None:
         config.quantization_config = own_config(spec)
     config.save_pretrained(folder)
-    respell_folder(folder)
+    add_folder_aliases(folder)
     source = Path(model.name_or_path)
     if model.name_or_path and source.is_dir() and source.resolve() != folder.resolve():
         copy_tokenizer(source, folder)

@@ -14,8 +14,9 @@ from crosstune.config.conditions import (
     SFT_OR_PREFERENCE,
     STREAMED_LOADING,
     TORCH_ENGINE,
+    WITH_ROWS,
 )
-from crosstune.config.option import Holds, OnResume, not_zero, option
+from crosstune.config.option import OnResume, StringKind, not_zero, option
 
 _option = partial(option, on_resume=OnResume.MAY_CHANGE_DATA)
 _FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "guanaco", "text")
@@ -27,14 +28,14 @@ class DataOptions:
         "commands",
         "Training data: a known name, a .json, .jsonl, .csv, .tsv, .parquet or .txt file, a folder of such files, or a hub "
         "id; a comma-separated list mixes sources, with weights as in a.jsonl:0.7,b.jsonl:0.3",
-        holds=Holds.PATH,
+        holds=StringKind.PATH,
         joins_items=":",
     )
     eval_dataset: str | None = _option(
         None,
         "Evaluation data; unset: the dataset's held-out split, or else a tenth of its rows, at most eval_samples",
         needs=(EVALUATION,),
-        holds=Holds.PATH,
+        holds=StringKind.PATH,
         joins_items=":",
     )
     eval_fraction: float | None = _option(
@@ -51,7 +52,7 @@ class DataOptions:
     skip_bad_rows: bool = _option(
         False,
         "Skip rows that cannot be read instead of stopping; they are counted and listed in skipped_rows.jsonl of the run",
-        needs=(SFT_OR_PREFERENCE,),
+        needs=(WITH_ROWS,),
     )
     dataset_format: str = _option(
         "auto",
@@ -61,7 +62,7 @@ class DataOptions:
     )
     columns: str | None = _option(
         None,
-        "Column names to map to standard ones, as in query=prompt,reply=completion; unset: matched by name",
+        "Column names to map to standard names, as in query=prompt,reply=completion; unset: matched by name",
         joins_items="=",
     )
     chat_template: str | None = _option(
@@ -103,8 +104,8 @@ class DataOptions:
     train_on_prompt: bool = _option(False, "Compute the loss on prompts as well as answers", needs=(SFT,))
     data_rules: int = _option(
         3,
-        "Version of the rules that tokenize and hold out rows; a resumed run keeps its version. 1: rows are tokenized without "
-        "regard to where the prompt ends, and duplicates may be in both training and evaluation; 2: duplicates are found "
+        "Version of the rules that tokenize and hold out rows; a resumed run keeps its version. 1: rows are tokenized "
+        "regardless of the end of the prompt, and duplicates may be in both training and evaluation; 2: duplicates are found "
         "within each source, before rows are cut",
         low=1,
         high=3,

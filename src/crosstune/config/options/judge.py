@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from crosstune.config.conditions import JUDGE, LABELS, SCALAR_HEAD
-from crosstune.config.option import Holds, OnResume, backend_choices, option
+from crosstune.config.option import OnResume, StringKind, backend_choices, option
 
 _option = partial(option, needs=(JUDGE,), on_resume=OnResume.MAY_CHANGE_DATA)
 
@@ -21,13 +21,13 @@ class JudgeOptions:
     )
     head: str = _option(
         "tokens",
-        "Source of the verdicts: the language model's label tokens, or a scalar head, which learns scores from scored answers and "
-        "rewards from pairs (a reward model)",
+        "Source of the verdicts: the language model's label tokens, or a scalar head that predicts scores (from scored answers) or rewards "
+        "(from pairs: a reward model)",
         choices=("tokens", "scalar"),
     )
     center_rewards: float = option(
         0.0,
-        "Weight of the squared sum of the two rewards of a pair, which keeps the mean reward near 0; usual: 0.01",
+        "Weight of the penalty (r_better + r_worse)^2 per pair, which keeps the mean reward near 0; usual: 0.01",
         high=1e6,
         needs=(JUDGE, SCALAR_HEAD),
     )
@@ -60,7 +60,7 @@ class JudgeOptions:
     test_dataset: str | None = _option(
         None,
         "Data to test the trained judge on; unset: the dataset's test split, or else a tenth of its groups",
-        holds=Holds.PATH,
+        holds=StringKind.PATH,
     )
     judge_by: str = _option(
         "probabilities",

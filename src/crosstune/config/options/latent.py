@@ -111,7 +111,7 @@ class LatentOptions:
     )
     latent_noise: float = _from_latent(
         0.0,
-        "Standard deviation of noise added to the input vectors of l2t (unit variance), against memorizing a small corpus",
+        "Standard deviation of noise added to the input vectors of l2t (unit variance), to reduce memorization of a small corpus",
         high=100,
     )
     text_loss_weight: float = _to_text(1.0, "Weight of the cross-entropy on masked tokens", high=1e6)

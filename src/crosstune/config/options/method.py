@@ -20,7 +20,7 @@ from crosstune.config.conditions import (
     TORCH_ENGINE,
     TRAIN_TYPE_PARTS,
 )
-from crosstune.config.option import Holds, OnResume, option
+from crosstune.config.option import OnResume, StringKind, option
 from crosstune.core.names import plugin_names
 from crosstune.core.quantization import quantizer_names
 
@@ -100,9 +100,8 @@ class MethodOptions:
     )
     init_lora: str = _adapter(
         "default",
-        "Start of the adapters: default (A random, B zero), orthogonal (A and B random, with B A = 0), pissa (the largest "
-        "singular values of each weight, which then trains without them), or loftq (those of its quantization error; "
-        "torch only)",
+        "Initialization of the adapters: default (A random, B zero), orthogonal (A and B random, with B A = 0), pissa (from the largest "
+        "singular values of each weight, which are subtracted from the base), or loftq (from the quantization error; torch only)",
         choices=("default", "orthogonal", "pissa", "loftq"),
         on_resume=OnResume.ADAPTER,
     )
@@ -115,8 +114,8 @@ class MethodOptions:
     )
     add_tokens: str | None = option(
         None,
-        "Tokens to add to the tokenizer: a comma-separated list, or a .txt file with one per line. Embedding and output head "
-        "get a row for each, which starts with the mean of the other rows, and are trained in full",
+        "Tokens to add to the tokenizer: a comma-separated list, or a .txt file with one per line. Embedding and output head get one new "
+        "row per token, initialized with the mean of the other rows, and are trained in full",
         on_resume=OnResume.ADAPTER,
         check=_check_tokens,
         joins_items="",
@@ -175,23 +174,23 @@ class ModelOptions:
         "smollm2-135m",
         "Model to train: a bundled name, a folder, a .gguf file, or a hub id",
         aliases=("model",),
-        holds=Holds.PATH,
+        holds=StringKind.PATH,
     )
     base_adapter: str | None = option(
-        None, "Folder of an adapter to start from", needs=(ADAPTERS,), holds=Holds.PATH
+        None, "Folder of an adapter to start from", needs=(ADAPTERS,), holds=StringKind.PATH
     )
     tokenizer: str | None = option(
         None,
         "Folder with the tokenizer to use instead of the model's",
-        holds=Holds.PATH,
+        holds=StringKind.PATH,
         on_resume=OnResume.MAY_CHANGE_DATA,
     )
     llama_pro_path: str | None = option(
         None,
         "Folder of an already expanded model, named ..._blk_exp-OLD-NEW; replaces model_name",
         needs=(LLAMA_PRO,),
-        holds=Holds.PATH,
+        holds=StringKind.PATH,
     )
     mlx_config: str | None = option(
-        None, "JSON or YAML file with settings for the MLX engine", needs=(MLX_ENGINE,), holds=Holds.PATH
+        None, "JSON or YAML file with settings for the MLX engine", needs=(MLX_ENGINE,), holds=StringKind.PATH
     )

@@ -38,10 +38,10 @@ class PreferenceOptions:
     )
     simpo_gamma: float = _option(0.5, "Target margin of simpo", high=1e6, needs=(PREFERENCE, SIMPO))
     desirable_weight: float = _option(
-        1.0, "Weight of the desirable answers of kto", low=1e-6, high=1e6, needs=(PREFERENCE, KTO_LOSS)
+        1.0, "Weight of desirable answers in kto", low=1e-6, high=1e6, needs=(PREFERENCE, KTO_LOSS)
     )
     undesirable_weight: float = _option(
-        1.0, "Weight of the undesirable answers of kto", low=1e-6, high=1e6, needs=(PREFERENCE, KTO_LOSS)
+        1.0, "Weight of undesirable answers in kto", low=1e-6, high=1e6, needs=(PREFERENCE, KTO_LOSS)
     )
     sft_weight: float | None = _option(
         None,
@@ -50,7 +50,7 @@ class PreferenceOptions:
     )
     reference: str = _option(
         "auto",
-        "Reference model: computed in each step from the weights before the training (online), or once before the first step "
+        "Reference model: computed in each step from the initial weights (online), or once before the first step "
         "(precomputed); auto: online for adapters, precomputed for full and llama_pro",
         choices=("auto", "online", "precomputed"),
         needs=(PREFERENCE, WITH_REFERENCE),

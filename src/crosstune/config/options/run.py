@@ -18,10 +18,20 @@ from crosstune.config.conditions import (
     TRACKER_OWNERS,
     check_targets,
 )
-from crosstune.config.option import Holds, OnResume, check_duration, option
+from crosstune.config.option import OnResume, StringKind, check_duration, option
 
-MISMATCHES = ("model", "data", "eval_data", "order", "quantization", "trainable", "optimizer", "loss")
-"""Parts of a run's identity, in message order; `loss` is the check after a move."""
+MISMATCHES = (
+    "model",
+    "data",
+    "eval_data",
+    "order",
+    "quantization",
+    "trainable",
+    "optimizer",
+    "objective",
+    "loss",
+)
+"""Parts of a run's identity, in message order; `objective`: the losses of preferences, `loss`: the check after a move."""
 LONGEST_NAME_BYTES = 200
 """File systems allow 255; crosstune appends to the name: `~1`, the suffix of an archive or a temporary folder."""
 
@@ -49,11 +59,11 @@ _steps = partial(_option, high=10**12)
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    output_dir: str = _option("runs", "Parent folder of the run folder", holds=Holds.PATH)
+    output_dir: str = _option("runs", "Parent folder of the run folder", holds=StringKind.PATH)
     name: str | None = _option(
         None,
         "Name of the run folder; unset: made from the time and the model",
-        holds=Holds.FOLDER_NAME,
+        holds=StringKind.FOLDER_NAME,
         check=_check_name,
     )
     overwrite: bool = option(
@@ -82,7 +92,7 @@ class RunOptions:
         "or an archive made by `crosstune move`",
         aliases=("resume_from_checkpoint",),
         on_resume=OnResume.ONE_START,
-        holds=Holds.PATH,
+        holds=StringKind.PATH,
     )
     allow_mismatch: str = option(
         "",
@@ -144,7 +154,7 @@ class RunOptions:
     strict: bool = _option(False, "Stop with an error instead of changing an option that was set")
     project_name: str = _option("crosstune", "Project in the trackers", needs=(PROJECTS,))
     tracker_group: str | None = _option(
-        None, "Group of the run in the trackers", aliases=("group",), needs=(TRACKER_GROUPS,)
+        None, "Run group in the trackers", aliases=("group",), needs=(TRACKER_GROUPS,)
     )
     entity: str | None = _option(None, "User or team that owns the project", needs=(TRACKER_OWNERS,))
 
@@ -156,7 +166,7 @@ _profiling = partial(option, needs=(PROFILE,))
 class ProfilingOptions:
     profile: bool = option(False, "Profile training steps")
     profiling_output: str = _profiling(
-        "profiles", "Folder for profiles; unset: in the run folder", holds=Holds.PATH
+        "profiles", "Folder for profiles; unset: in the run folder", holds=StringKind.PATH
     )
     profile_memory: bool = option(False, "Record memory allocations of the first steps")
     profile_with_stack: bool = _profiling(False, "Record call stacks", aliases=("with_stack",))

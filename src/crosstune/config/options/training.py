@@ -74,7 +74,7 @@ class TrainingOptions:
     adam_beta1: float = option(0.9, "Decay of Adam's first moment", high=1, check=below_one, needs=(ADAM,))
     adam_beta2: float = option(0.999, "Decay of Adam's second moment", high=1, check=below_one, needs=(ADAM,))
     adam_epsilon: float = option(
-        1e-8, "Added to the root of Adam's second moment", low=1e-30, high=1, needs=(ADAM,)
+        1e-8, "Epsilon added to the square root of Adam's second moment", low=1e-30, high=1, needs=(ADAM,)
     )
     lr_scheduler: str = option(
         "cosine",

@@ -51,7 +51,7 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
         return wanted
     used = wanted if wanted in able else able[0]
     if wanted == "mlx" != used and "quanto" in able:
-        used = "quanto"  # integers in groups with a scale, as MLX has them
+        used = "quanto"  # group-wise integers, as in MLX
     if wanted == "auto":
         draft.set("quantization_backend", used, f"supports {bits} bits on {report.name}")
     elif used != wanted:

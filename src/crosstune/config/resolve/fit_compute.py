@@ -56,7 +56,7 @@ FAST_BY_DEFAULT = ("cuda", "cpu")
 
 
 def fit_kernels(draft: Draft) -> None:
-    """Resolve --kernels auto, and replace fast where it cannot run. Opening the model checks its classes."""
+    """Resolve --kernels auto, and replace fast if it cannot run. Opening the model checks its classes."""
     asked, report, shape = draft["kernels"], draft.report, draft.facts.shape
     reason, missing = _why_general(draft), shape.why_general if shape is not None else ""
     if asked == "auto":
@@ -76,7 +76,7 @@ def fit_kernels(draft: Draft) -> None:
 
 
 def prefers_fast(report: BackendReport, precision: str, *, quantizer: str) -> bool:
-    """True where the fast layers were measured to be faster: NVIDIA GPUs in bf16 with flash attention and Triton, and CPUs
+    """True if the fast layers were measured to be faster: NVIDIA GPUs in bf16 with flash attention and Triton, and CPUs
     with fast bf16 and an unquantized base."""
     if report.name == "cuda":
         return precision == "bf16" and report.has_flash_attention and report.has_triton
@@ -85,7 +85,7 @@ def prefers_fast(report: BackendReport, precision: str, *, quantizer: str) -> bo
 
 
 def fit_compile(draft: Draft) -> None:
-    """Turn off --torch_compile where it has no effect or is untested."""
+    """Turn off --torch_compile if it has no effect or is untested."""
     if not draft["torch_compile"] or draft.report.engine != "torch":
         return
     if draft["kernels"] == "fast":

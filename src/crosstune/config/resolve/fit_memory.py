@@ -17,7 +17,7 @@ from crosstune.estimate.machine import held_score_bits
 from crosstune.estimate.memory import GIB, Fitted, largest_batch, step_parts, surely_too_large
 from crosstune.estimate.model_shape import Step, expand_shape
 
-MOST_ESTIMATED = 64
+MAX_ESTIMATED = 64
 """Maximum estimated batch for `--batch_size auto`."""
 RECOMPUTES_BY_MEMORY = "cuda"
 """The torch device (including ROCm) on which the fast layers recompute by free memory."""
@@ -165,8 +165,8 @@ def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:
     chosen = options_by_name()["batch_size"].default
     if fitting.shape is not None and limit:
         draft.values["batch_size"] = 1
-        step = replace(fitting.step(), limit_bytes=0)  # more rows do not pay for recomputed layers
-        chosen = max(1, largest_batch(fitting.shape, step, limit_bytes=limit, at_most=MOST_ESTIMATED))
+        step = replace(fitting.step(), limit_bytes=0)  # a larger batch does not make up for recomputed layers
+        chosen = max(1, largest_batch(fitting.shape, step, limit_bytes=limit, at_most=MAX_ESTIMATED))
     how = "estimated" if fitting.shape is not None else "a first guess: the model's sizes are unknown"
     draft.set("batch_size", chosen, f"{how}; train measures it", kind="choice")
 

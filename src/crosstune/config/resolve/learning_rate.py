@@ -1,4 +1,4 @@
-"""Know which learning rates work for a method and an optimizer: the default, and a warning far outside the range."""
+"""Provide the default learning rate for a method and an optimizer, and warn about a rate far outside the usual range."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RANGES: dict[str, tuple[Range, Range]] = {
 
 
 def default_rate(*, optimizer: str) -> float:
-    """Return the learning rate of full fine-tuning where none is set; the default of --lr is one for adapters."""
+    """Return the default learning rate of full fine-tuning; the default of --lr is for adapters."""
     return _range(optimizer, "full").typical
 
 

@@ -28,7 +28,7 @@ _QUANTIZED = {
 
 
 class Fits(Protocol):
-    """Tell whether a step fits by the estimate: with changed fields of its `Step`, or with more memory."""
+    """Return whether a step is estimated to fit, with changed fields of its `Step` or with more memory."""
 
     def __call__(self, fields: Mapping[str, Any], *, more_memory: float = 1.0) -> bool: ...
 
@@ -65,7 +65,7 @@ def advise(
 ) -> Advice:
     """Return changes to the resolved `options` that reduce memory; `longest_row` is in tokens, if known.
 
-    With `fits`, only those that are enough by the estimate.
+    With `fits`, return only changes that suffice by the estimate.
     """
     resumable: list[str] = []
     batch, accumulation = options["batch_size"], options["gradient_accumulation_steps"]
@@ -78,7 +78,7 @@ def advise(
     if need == "step":
         if not options["use_gradient_checkpointing"] and (fits is None or fits({"checkpointing": True})):
             resumable.append("--use_gradient_checkpointing")
-        # It releases torch's cache, which no estimate counts and a CPU does not have.
+        # Releases torch's cache, which the estimates exclude and a CPU does not have.
         resumable += [] if options["low_memory"] or report.is_torch_cpu or fits else ["--low_memory"]
     share = spec.usable_share(environment)
     can_raise = spec.memory_share_variable and share is not None and share < 1

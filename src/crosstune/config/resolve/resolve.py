@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS, parse_losses
-from crosstune.config.mlx_settings import idle_settings
+from crosstune.config.mlx_settings import unused_settings
 from crosstune.config.resolve.choose_method import choose_method
 from crosstune.config.resolve.facts import Facts
 from crosstune.config.resolve.fit_compute import fit_compile, fit_kernels, fit_precision
@@ -147,7 +147,7 @@ def _fit_world(draft: Draft) -> str | None:
         )
     collective = draft.facts.backends[report.name].collective
     wanted = draft["distributed_backend"]
-    # Of the libraries of MLX, only its ring is supported.
+    # Of MLX's communication libraries, only ring is supported.
     offers = () if report.engine == "mlx" else report.collectives
     if wanted not in ("auto", collective) and wanted not in offers:
         _refuse_collective(draft, wanted, collective or "auto")
@@ -242,7 +242,7 @@ def _warn_without_effect(draft: Draft) -> None:
             for condition in unmet[:1]:
                 draft.warn(option.name, condition.reason(now))
     without_metal = engine == "mlx" and not facts.machine.system.startswith("Darwin")
-    for reason in idle_settings(facts.mlx_settings, without_metal=without_metal):
+    for reason in unused_settings(facts.mlx_settings, without_metal=without_metal):
         draft.warn("mlx_config", reason)
 
 
@@ -365,7 +365,7 @@ def _check_start(draft: Draft) -> None:
 
 
 def _check_loftq(draft: Draft) -> None:
-    """Add problems where there is no quantization error to start from."""
+    """Add problems for loftq without a measurable quantization error."""
     if draft.quantizer == "none":
         draft.refuse(
             "--init_lora loftq needs a quantized base.",

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-# Keeps the random streams of sources and epochs apart; both use the same seed.
+# Separates the random streams of sources and epochs; both use the same seed.
 _SOURCE_KEY = 2**40
 
 
@@ -29,7 +29,7 @@ class Mixture:
         return tuple(weight / sum(self.weights) for weight in self.weights)
 
     def counts(self) -> list[int]:
-        """Return how many rows of an epoch come from each source: the fractions, rounded by largest remainder."""
+        """Return the number of rows of an epoch from each source: the fractions, rounded by largest remainder."""
         num_rows = sum(self.sizes)
         exact = [share * num_rows for share in self.shares]
         counts = [int(value) for value in exact]

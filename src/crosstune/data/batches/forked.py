@@ -93,8 +93,9 @@ def fork_rows(rows: Sequence[Sequence[Fork]], *, pad_id: int) -> ForkedBatch:
 def key_layout(batch: ForkedBatch) -> tuple[IntArray, IntArray, NDArray[np.int64]]:
     """Return the layout of queries and keys for attention by sequence, over the real tokens of a one-row batch.
 
-    The first branch of a fork follows its prompt, so both are one sequence. The queries of any other branch are a sequence whose
-    keys are a copy of the prompt's and its own. Returns the bounds of the queries, the bounds of the keys, and the token of each key.
+    The first branch of a fork follows its prompt, so both are one sequence. The queries of any other branch are a sequence
+    whose keys are a copy of the prompt's keys and its own keys. Returns the bounds of the queries, the bounds of the keys,
+    and the token of each key.
     """
     [segments], [branches] = batch.segments, batch.branches
     query_ends, key_ends, keys = [0], [0], list[NDArray[np.int64]]()
@@ -111,7 +112,7 @@ def key_layout(batch: ForkedBatch) -> tuple[IntArray, IntArray, NDArray[np.int64
 
 
 def separate_rows(batch: ForkedBatch, *, pad_id: int = 0) -> TokenBatch:
-    """Return prompt and answer for each branch, for a model that cannot share prompts: as rows of their own, or for rows of
+    """Return prompt and answer for each branch, for a model that cannot share prompts: as separate rows, or for rows of
     several forks as packed documents of the same row."""
     rows: list[list[Example]] = []
     for segments, branches, ids, targets in zip(

@@ -67,14 +67,15 @@ class RowOrder:
             first = min(last, (epoch + 1) * self.num_examples)
         return [[index] for index in indices]
 
-    def position(self, step: int) -> dict[str, int]:
+    def position(self, step: int) -> dict[str, float]:
         """Return the position in the data after `step` steps. Rows are packed per epoch, so none is partly filled."""
         done = min(step * self.rows_per_step, self._num_rows() or step * self.rows_per_step)
         epoch, row = divmod(done, self.num_examples) if self.packed is None else self.packed.place(done)
-        return {"rows_done": done, "epoch": epoch, "row_in_epoch": row}
+        size = self.num_examples if self.packed is None or not row else len(self.packed.epoch(epoch))
+        return {"rows_done": done, "epoch": epoch, "row_in_epoch": row, "epochs_done": epoch + row / size}
 
     def identity(self) -> Mapping[str, Any]:
-        """Return everything except the examples that determines which examples a step has."""
+        """Return everything, apart from the examples, that determines the examples of a step."""
         found = {
             "seed": self.seed,
             "rows_per_step": self.rows_per_step,
@@ -91,7 +92,7 @@ class RowOrder:
 
 
 def rows_per_evaluation(config: Config, *, at_least: int = 1) -> int:
-    """Return how many rows are evaluated at a time; `at_least` applies unless --eval_batch_size is set."""
+    """Return the number of rows to evaluate at a time; `at_least` applies unless --eval_batch_size is set."""
     return config.eval_batch_size or max(at_least, config.batch_size)
 
 

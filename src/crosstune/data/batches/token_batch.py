@@ -14,7 +14,7 @@ IGNORED = -100
 LENGTH_STEP = 8
 """Rows are padded to a multiple of this, so that compiled and cached kernels see few shapes."""
 
-# Keeps these random streams apart from those of the data order, which have the same seed.
+# Separates these random streams from the streams of the data order, which have the same seed.
 _NOISE_KEY = 2**41
 
 CHANNEL, FIRST, SECOND = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35

@@ -9,7 +9,7 @@ from typing import Any
 
 from crosstune.data.bundled.commands import make_commands
 from crosstune.data.bundled.translations import make_pairs, make_translations
-from crosstune.data.read.files import Found, Row
+from crosstune.data.read.files import RawRow, Row
 
 DUMMY = "dummy"
 DEFAULT_SAMPLES = 512
@@ -62,6 +62,6 @@ class RowsPart:
     def digest(self) -> str:
         return hashlib.sha256(repr(self.loaded).encode()).hexdigest()
 
-    def rows(self) -> Iterator[Found]:
+    def rows(self) -> Iterator[RawRow]:
         for number, row in enumerate(self.loaded, start=1):
-            yield Found(row, number, 0)
+            yield RawRow(row, number, 0)

@@ -13,24 +13,24 @@ import numpy as np
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY
-from crosstune.data.read.columns import Columns, check_columns, uniform_sources
+from crosstune.data.read.columns import Columns, check_columns, split_by_format
 from crosstune.data.read.dataset_list import parse_dataset, unweighted
 from crosstune.data.read.formats import has_empty_answer, to_conversation
-from crosstune.data.read.sources import Source, open_source
-from crosstune.data.render.rendering import encode_conversation, unlike_prompt
+from crosstune.data.read.sources import Source, open_source, row_error
+from crosstune.data.render.rendering import encode_conversation, prompt_mismatch
 from crosstune.data.tokens.corpus import Corpus
-from crosstune.data.tokens.encode import Encoder, check_any_answer, located
+from crosstune.data.tokens.encode import Encoder, check_any_answer
 from crosstune.data.tokens.tokenizer import Tokenizer
 
 LOW_SUPERVISED_SHARE = 0.01
 """Below this fraction of supervised tokens, most of the compute is spent on prompts."""
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Rows beyond this are not checked before training reads them."""
 # Special tokens in a template: <|im_start|>, <end_of_turn>, [INST].
 _MARK = re.compile(r"<\|\w+\|>|<\w+>|\[/?[A-Z_]+\]")
 
 
-def leave_out_unsupervised(corpus: Corpus, *, source: str) -> tuple[Corpus, int]:
+def drop_unsupervised(corpus: Corpus, *, source: str) -> tuple[Corpus, int]:
     """Return the rows with a supervised token, and the number of rows without."""
     supervised = np.flatnonzero(corpus.num_supervised > 0)
     if not len(supervised):
@@ -72,7 +72,7 @@ def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Seque
             f"the chat template ends an answer with {last!r}, which is not an end token of this model: it will not stop",
         ),
         (
-            bool(unlike := None if plain else unlike_prompt(tokenizer)),
+            bool(unlike := None if plain else prompt_mismatch(tokenizer)),
             "the chat template prompts with {!r}, but training rows have {!r}: write the same before an answer as in the "
             "generation prompt".format(*(unlike or ("", ""))),
         ),
@@ -128,10 +128,10 @@ _WARNINGS = {
     "without_reasoning": "{without_reasoning:,} rows have no reasoning, but the generation prompt of the chat template opens it: the "
     "model is not trained to answer its own prompt; add `reasoning_content` to the answers if the template renders it, or pass "
     "a --chat_template whose generation prompt does not open the reasoning",
-    "cut_examples": "{cut_examples:,} of {examples:,} examples are cut, by {cut_tokens:,} tokens in all",
+    "cut_examples": "{cut_examples:,} of {examples:,} examples are cut, by {cut_tokens:,} tokens in total",
     "dropped_examples": "{dropped_examples:,} examples are longer than the context and are skipped",
     "bad_rows": "{bad_rows:,} rows cannot be read and are skipped",
-    "duplicates": "{duplicates:,} of {examples:,} examples are duplicates; --dedup drops them",
+    "duplicates": "{duplicates:,} of {examples:,} examples are duplicates{dedup}",
     "unused_columns": "columns that are not read: {unused_columns}",
     "ignored_by_template": "this model's chat template ignores {ignored_by_template}: nothing is learned from it",
     "joined_tokens": "the end of the prompt and the beginning of an answer form tokens that generation cannot produce after the "
@@ -140,10 +140,10 @@ _WARNINGS = {
 }
 
 
-def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
-    """Return the warnings that the statistics of the training data call for."""
+def warnings_of(train: dict[str, Any], *, num_shared: int | None = None) -> Sequence[str]:
+    """Return the warnings that the statistics of the training data call for. Without `num_shared`, --dedup has no effect."""
     shown = {name: ", ".join(value) if isinstance(value, list) else value for name, value in train.items()}
-    shown["num_shared"] = num_shared
+    shown |= {"num_shared": num_shared, "dedup": "; --dedup drops them" if num_shared is not None else ""}
     found = [f"{sentence.format_map(shown)}." for name, sentence in _WARNINGS.items() if shown[name]]
     if train["supervised_share"] < LOW_SUPERVISED_SHARE:
         found.append(f"only {train['supervised_share']:.2%} of the tokens are supervised.")
@@ -167,7 +167,7 @@ class RowChecker:
         names = [entry.name for entry in entries]
         # Bundled rows are valid, but the model's template may reject them.
         known = (DUMMY,) if self.tokenizer is not None else (*BUNDLED, DUMMY)
-        local = [one for one in names if _is_here(one) and one not in known]
+        local = [one for one in names if _is_local(one) and one not in known]
         sources = [open_source(one, needs_training=training) for one in local]
         if training and len(sources) == len(names):
             check_columns(sources, self.columns)
@@ -176,7 +176,7 @@ class RowChecker:
             if not training and source.held_out:
                 source = source.own_held_out()
             source = replace(source, skips_bad=self.skips_bad)
-            for uniform in uniform_sources(source, asked=self.asked_format, columns=self.columns):
+            for uniform in split_by_format(source, asked=self.asked_format, columns=self.columns):
                 left += self._check(uniform, limit=limit)
         return left
 
@@ -188,7 +188,7 @@ class RowChecker:
         for part, found, done_bytes in source.rows():
             if num_rows == limit:
                 break
-            if done_bytes > MOST_BYTES:
+            if done_bytes > MAX_BYTES:
                 return [f"the rows of {source.name} beyond the first {num_rows:,}"]
             num_rows += 1
             if found.error is not None:
@@ -204,16 +204,16 @@ class RowChecker:
                     encoder.render(conversation, found.row)
             except UserError as error:
                 if not self.skips_bad:
-                    raise located(error, part, found.number) from error
+                    raise row_error(error, part, found.number) from error
                 num_bad += 1
         check_any_answer(source.name, source.form, num_rows=num_rows - num_bad, num_empty=num_empty)
         return []
 
 
-def is_here(name: str) -> bool:
+def is_local_dataset(name: str) -> bool:
     """Return True if all sources of a dataset can be opened without a download."""
-    return all(_is_here(entry.name) for entry in parse_dataset(name))
+    return all(_is_local(entry.name) for entry in parse_dataset(name))
 
 
-def _is_here(name: str) -> bool:
+def _is_local(name: str) -> bool:
     return name in BUNDLED or name == DUMMY or Path(name).expanduser().exists()

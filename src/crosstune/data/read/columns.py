@@ -10,7 +10,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
 from crosstune.data.read.files import FilePart
 from crosstune.data.read.files import Row as FileRow
-from crosstune.data.read.formats import COLUMNS, OPTIONAL_COLUMNS, Row, fitting_formats, recognise
+from crosstune.data.read.formats import COLUMNS, OPTIONAL_COLUMNS, Row, detect_format, fitting_formats
 from crosstune.data.read.sources import Part, Source, rename
 
 TARGETS = tuple(dict.fromkeys([*(name for names in COLUMNS.values() for name in names), *OPTIONAL_COLUMNS]))
@@ -54,7 +54,7 @@ def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict
     return found
 
 
-def uniform_sources(source: Source, *, asked: str, columns: Columns) -> list[Source]:
+def split_by_format(source: Source, *, asked: str, columns: Columns) -> list[Source]:
     """Divide a source into sources of one format each, in order, and set the columns to rename. The format is as requested,
     or follows from the source's name or each part's first row."""
     if asked == "auto":
@@ -145,7 +145,7 @@ def _read_part(
     if asked == "auto" and part.form == "auto" and not fitting_formats(first):
         used = _well_known(first)
         first = rename(first, used)
-    return recognise(first, asked=part.form if asked == "auto" else asked, source=source), used
+    return detect_format(first, asked=part.form if asked == "auto" else asked, source=source), used
 
 
 def _describe_columns(columns: Columns) -> str:
@@ -157,9 +157,9 @@ def _format_of_targets(first: Row, used: Columns, *, source: str) -> str:
     fitting = fitting_formats(first)
     for form in fitting:
         if any(target in COLUMNS[form] for target in used.values()):
-            return recognise(first, asked=form, source=source)
+            return detect_format(first, asked=form, source=source)
     if fitting and all(target in OPTIONAL_COLUMNS for target in used.values()):
-        return recognise(first, asked="auto", source=source)
+        return detect_format(first, asked="auto", source=source)
     needs = [
         f"{form} needs {' and '.join(column for column in names if column not in first)} too"
         for form, names in COLUMNS.items()

@@ -9,7 +9,7 @@ from pathlib import Path
 from crosstune.core.errors import UserError
 from crosstune.data.read.sources import is_known
 
-LEAST_WEIGHT = 1e-6
+MIN_WEIGHT = 1e-6
 """Weights are between this and its inverse."""
 
 
@@ -53,7 +53,7 @@ def join_entries(entries: Sequence[DatasetEntry]) -> str:
 
 
 def _longest_name(pieces: Sequence[str]) -> int:
-    """Return how many pieces form an existing path, with or without a weight; 1 if none do."""
+    """Return the number of pieces that form an existing path, with or without a weight; 1 if none do."""
     for length in range(len(pieces), 1, -1):
         name = ",".join(pieces[:length]).strip()
         front, _, end = name.rpartition(":")
@@ -67,10 +67,10 @@ def _entry(text: str) -> DatasetEntry:
     front, _, end = name.rpartition(":")
     if _exists(name) or not front or not (_is_number(end) or _exists(front)):
         return DatasetEntry(name=name)  # such as C:\\data\\a.jsonl
-    if not _is_number(end) or not LEAST_WEIGHT <= float(end) <= 1 / LEAST_WEIGHT:
+    if not _is_number(end) or not MIN_WEIGHT <= float(end) <= 1 / MIN_WEIGHT:
         raise UserError(
             f"The weight of {front} in --dataset cannot be '{end}'.",
-            do=f"use a number from {LEAST_WEIGHT:g} to {1 / LEAST_WEIGHT:g}, as in --dataset {front}:0.7,OTHER:0.3",
+            do=f"use a number from {MIN_WEIGHT:g} to {1 / MIN_WEIGHT:g}, as in --dataset {front}:0.7,OTHER:0.3",
         )
     return DatasetEntry(name=front, weight=float(end))
 

@@ -32,7 +32,7 @@ TEXT_CHARACTERS = 1 << 20
 """A longer text file is read as multiple documents of about this size, so that it need not fit into memory."""
 
 
-class Found(NamedTuple):
+class RawRow(NamedTuple):
     """A row, its line number (its row number in .json and .parquet), and the file offset of its end."""
 
     row: Row
@@ -78,19 +78,19 @@ class FilePart:
                 total.update(block)
         return total.hexdigest()
 
-    def rows(self, *, keep_bad: bool = False) -> Iterator[Found]:
-        """Yield the rows. A row that cannot be read raises its error, unless it is to be kept."""
+    def rows(self, *, keep_bad: bool = False) -> Iterator[RawRow]:
+        """Yield the rows. A row that cannot be read raises its error; with `keep_bad`, it is yielded with its error."""
         for found in self._read():
             if found.error is not None and not keep_bad:
                 raise found.error
             yield found
 
     def remark(self) -> str:
-        """Return how the file is read if it is not written in the usual way, otherwise an empty string."""
+        """Describe an unusual encoding or layout of the file; return an empty string if there is none."""
         remarks = style_of(self.path).remarks(self.path.suffix.lower())
         return f"{self.name} is read as {' and '.join(remarks)}" if remarks else ""
 
-    def _read(self) -> Iterator[Found]:
+    def _read(self) -> Iterator[RawRow]:
         suffix = self.path.suffix.lower()
         if suffix == ".parquet":
             yield from _read_parquet(self.path)
@@ -133,7 +133,7 @@ class _Recoded:
         return self.text.readline(size).encode()
 
 
-def _read_lines(path: Path, raw: BinaryIO, style: Style) -> Iterator[Found]:
+def _read_lines(path: Path, raw: BinaryIO, style: Style) -> Iterator[RawRow]:
     number = end_byte = 0
     file = raw if style.encoding == UTF8 else _Recoded(raw, style.encoding)
     while line := file.readline(LARGEST_ROW_BYTES):
@@ -148,16 +148,16 @@ def _read_lines(path: Path, raw: BinaryIO, style: Style) -> Iterator[Found]:
         except ValueError as error:
             hint = "write one row per line, or an array of rows in a .json file"
             bad = UserError(f"{path}, line {number} is not JSON.", why=str(error), do=hint)
-            yield Found({}, number, end_byte, bad)
+            yield RawRow({}, number, end_byte, bad)
             continue
         if isinstance(row, dict):
-            yield Found(row, number, end_byte)
+            yield RawRow(row, number, end_byte)
         else:
             bad = UserError(f"{path}, line {number} is not a row.", why="each line must be a JSON object.")
-            yield Found({}, number, end_byte, bad)
+            yield RawRow({}, number, end_byte, bad)
 
 
-def _read_json(path: Path, file: BinaryIO, style: Style) -> Iterator[Found]:
+def _read_json(path: Path, file: BinaryIO, style: Style) -> Iterator[RawRow]:
     """Read an array of rows in chunks; a file that starts with an object is read as JSON Lines, or as the array in it."""
     first = file.read(_CHUNK_BYTES).decode(style.encoding, errors="replace").lstrip()[:1]
     file.seek(0)
@@ -170,7 +170,7 @@ def _read_json(path: Path, file: BinaryIO, style: Style) -> Iterator[Found]:
     return _read_array(path, file, style) if first else iter(())
 
 
-def _read_array(path: Path, raw: BinaryIO, style: Style) -> Iterator[Found]:
+def _read_array(path: Path, raw: BinaryIO, style: Style) -> Iterator[RawRow]:
     file = io.TextIOWrapper(raw, encoding=style.encoding)
     text, number, ended = _read_text(path, file, _CHUNK_BYTES), 0, False
     wrapped = WRAPPED.match(text) if style.key else None
@@ -202,10 +202,10 @@ def _read_array(path: Path, raw: BinaryIO, style: Style) -> Iterator[Found]:
             if not isinstance(row, dict):
                 raise ValueError(f"it is not a JSON object: {shown(row)}")
             check_parsed(row, text[place:end], foreign=True)
-            yield Found(row, number, raw.tell())
+            yield RawRow(row, number, raw.tell())
         except ValueError as error:
             bad = UserError(f"Row {number} of {path} cannot be read.", why=f"{error}.")
-            yield Found({}, number, raw.tell(), bad)
+            yield RawRow({}, number, raw.tell(), bad)
         place = end
 
 
@@ -225,7 +225,7 @@ def _read_text(path: Path, file: io.TextIOWrapper, size: int) -> str:
         raise UserError(f"{path} is not UTF-8 text.", why=str(error)) from error
 
 
-def _read_csv(path: Path, file: BinaryIO, style: Style) -> Iterator[Found]:
+def _read_csv(path: Path, file: BinaryIO, style: Style) -> Iterator[RawRow]:
     csv.field_size_limit(LARGEST_ROW_BYTES)  # the default of 128 KiB is too small for long answers
     lines, delimiter = _decoded_lines(path, file, style), style.separator
     quoting: Any = csv.QUOTE_NONE if delimiter == "\t" and _has_bare_quotes(path) else csv.QUOTE_MINIMAL
@@ -251,9 +251,9 @@ def _read_csv(path: Path, file: BinaryIO, style: Style) -> Iterator[Found]:
                     why=f"the header lists the columns {', '.join(header)}.",
                     do="quote fields that contain a separator or a line break",
                 )
-                yield Found({}, start, file.tell(), bad)
+                yield RawRow({}, start, file.tell(), bad)
                 continue
-            yield Found(dict(zip(header, values, strict=True)), start, file.tell())
+            yield RawRow(dict(zip(header, values, strict=True)), start, file.tell())
     except csv.Error as error:
         raise UserError(f"{path}, line {line} cannot be read.", why=str(error)) from error
 
@@ -272,7 +272,7 @@ def _has_bare_quotes(path: Path) -> bool:
     return found
 
 
-def _read_documents(path: Path, file: BinaryIO, style: Style) -> Iterator[Found]:
+def _read_documents(path: Path, file: BinaryIO, style: Style) -> Iterator[RawRow]:
     """Read a text file as one document, or, if it is large, as several that end at a blank line."""
     number, lines, characters = 0, list[str](), 0
     for line in _decoded_lines(path, file, style):
@@ -281,10 +281,10 @@ def _read_documents(path: Path, file: BinaryIO, style: Style) -> Iterator[Found]
         at_blank_line = characters >= TEXT_CHARACTERS and not line.strip()
         if at_blank_line or characters >= 2 * TEXT_CHARACTERS:
             number += 1
-            yield Found({"text": "".join(lines).strip("\n")}, number, file.tell())
+            yield RawRow({"text": "".join(lines).strip("\n")}, number, file.tell())
             lines, characters = [], 0
     if text := "".join(lines).strip("\n"):
-        yield Found({"text": text}, number + 1, path.stat().st_size)
+        yield RawRow({"text": text}, number + 1, path.stat().st_size)
 
 
 def _decoded_lines(path: Path, file: BinaryIO, style: Style) -> Iterator[str]:
@@ -303,7 +303,7 @@ def _decoded_lines(path: Path, file: BinaryIO, style: Style) -> Iterator[str]:
         yield line
 
 
-def _read_parquet(path: Path) -> Iterator[Found]:
+def _read_parquet(path: Path) -> Iterator[RawRow]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -319,7 +319,7 @@ def _read_parquet(path: Path) -> Iterator[Found]:
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
                 for row in batch.to_pylist():
                     number += 1
-                    yield Found(row, number, size * number // total)
+                    yield RawRow(row, number, size * number // total)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(
             f"{path} cannot be read as Parquet.",

@@ -64,7 +64,7 @@ _NAME_COLUMNS = "specify the columns to read with --columns, as in --columns que
 _GUANACO_TURNS = {"### Human:": "user", "### Assistant:": "assistant"}
 
 
-def recognise(first: Row, *, asked: str, source: str) -> str:
+def detect_format(first: Row, *, asked: str, source: str) -> str:
     """Return the requested format, or detect it from the columns of the first row."""
     _check_media(first, what=source)
     if asked != "auto":
@@ -248,7 +248,7 @@ def _check_columns(row: Row, form: str) -> None:
 
 
 def _mapping_of(row: Row, needed: Sequence[str], missing: Sequence[str]) -> str:
-    """Return how to read columns under the names of a format: exactly, where there is one choice."""
+    """Return the advice to map columns to a format; it is exact if there is only one choice."""
     spare = [str(name) for name in row if name not in needed]
     if not spare or len(missing) != 1:
         return _NAME_COLUMNS
@@ -275,7 +275,7 @@ def _check_media(row: Row, *, what: str) -> None:
 
 
 def _how_to_read(row: Row) -> dict[str, str]:
-    """Return what to do about columns that match no format, and why they do not, if known."""
+    """Return advice for columns that match no format, and the reason, if known."""
     if {"chosen", "rejected"} <= row.keys():
         return {
             "why": "these are preferences.",

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
-from crosstune.data.read.files import INSTALL_DATA, Found
-from crosstune.files.hub_reach import offline_if_unreachable
+from crosstune.data.read.files import INSTALL_DATA, RawRow
+from crosstune.files.hub_connection import offline_if_unreachable
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -46,10 +46,10 @@ class HubPart:
             total.update(json.dumps(found.row, sort_keys=True, default=str).encode())
         return total.hexdigest()
 
-    def rows(self) -> Iterator[Found]:
+    def rows(self) -> Iterator[RawRow]:
         size, total = self.size_bytes, len(self.data)
         for number, row in enumerate(self.data, start=1):
-            yield Found(row, number, size * number // total)
+            yield RawRow(row, number, size * number // total)
 
 
 def open_hub(repo: str, *, known: str) -> dict[str, HubPart]:

@@ -19,7 +19,7 @@ from crosstune.files.atomic_files import put_in_place, staging_folder
 _NAME_CHARS = 16
 _SHAPES = (
     "pass a list of rows, each a dict with the columns of a data file; a datasets.Dataset or DatasetDict; or the path or "
-    "name of a dataset. Others become one with list(rows), list(rows.take(1000)) for a streamed dataset, "
+    "name of a dataset. Convert other types with list(rows), list(rows.take(1000)) for a streamed dataset, "
     "frame.to_dict('records') for a data frame, or datasets.Dataset.from_dict(columns)"
 )
 

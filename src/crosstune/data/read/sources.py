@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 from crosstune.core.errors import UserError, naming
 from crosstune.core.names import nearest
 from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY, HUB_NAMES, HubName, RowsPart, known_names
-from crosstune.data.read.files import SUFFIXES, FilePart, Found, file_part
+from crosstune.data.read.files import SUFFIXES, FilePart, RawRow, file_part
 from crosstune.data.read.hub import HELD_OUT_SPLITS, HubPart, open_hub
 from crosstune.files.paths import near_paths
 from crosstune.files.plain_files import kind_of
@@ -25,7 +26,7 @@ _TRAINING_WORDS = ("train", "training")
 _ABOUT_DATA = ("readme", "license", "licence", "notice", "copying", "citation", "changelog", "requirements")
 _SYSTEM_FOLDER = "lost+found"
 """In the root of a disk, readable only by the administrator."""
-MOST_FILES = 50_000
+MAX_FILES = 50_000
 """Maximum number of files and folders below a data folder."""
 
 
@@ -33,15 +34,25 @@ Part = FilePart | HubPart | RowsPart
 """One file or split of a source, read sequentially."""
 
 
+def row_error(error: UserError, part: Part, number: int) -> UserError:
+    """Return an error about a row that begins with the file and the row's number."""
+    return UserError(f"{part.place(number)}: {error.message}", why=error.why, do=error.do)
+
+
+def skipped_row(error: UserError, part: Part, number: int) -> str:
+    """Return a row that cannot be read as a line of skipped_rows.jsonl."""
+    return json.dumps({"file": part.name, "line": number, "reason": f"{error.message} {error.why}".strip()})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The rows to train on, and the held-out rows that come with them."""
+    """The rows to train on, and the source's own held-out rows."""
 
     name: str
     parts: tuple[Part, ...]
     held_out: tuple[Part, ...] = ()
     form: str = "auto"
-    """The format of a known name, or of all parts after `uniform_sources`."""
+    """The format of a known name, or of all parts after `split_by_format`."""
     columns: tuple[tuple[str, str], ...] = ()
     """Columns of the rows that were renamed, and their new names."""
     splits: bool = False
@@ -67,12 +78,12 @@ class Source:
             "".join(f"{part.digest()}{renamed}" for part in self.parts).encode()
         ).hexdigest()
 
-    def rows_of(self, part: Part) -> Iterator[Found]:
+    def rows_of(self, part: Part) -> Iterator[RawRow]:
         if self.skips_bad and isinstance(part, FilePart):
             return part.rows(keep_bad=True)
         return part.rows()
 
-    def rows(self) -> Iterator[tuple[Part, Found, int]]:
+    def rows(self) -> Iterator[tuple[Part, RawRow, int]]:
         """Yield every row, its columns renamed, with its part and the number of bytes of the source read so far."""
         before, columns = 0, dict(self.columns)
         for part in self.parts:
@@ -160,9 +171,9 @@ def _data_files(folder: Path) -> list[Path]:
     for place, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith((".", "_")) and name != _SYSTEM_FOLDER]
         num_seen += len(folders) + len(names)
-        if num_seen > MOST_FILES:
+        if num_seen > MAX_FILES:
             raise UserError(
-                f"The folder {folder} contains more than {MOST_FILES:,} files and folders.",
+                f"The folder {folder} contains more than {MAX_FILES:,} files and folders.",
                 do="pass a folder that contains only data files, or one file",
             )
         found += [Path(place, name) for name in names if _is_data(Path(name))]

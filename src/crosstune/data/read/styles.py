@@ -38,7 +38,7 @@ class Style:
     """The key of the rows in a .json file that is an object."""
 
     def remarks(self, suffix: str) -> list[str]:
-        """Return what is unusual, as phrases after "read as"."""
+        """Describe unusual properties, as phrases after "read as"."""
         usual = "\t" if suffix == ".tsv" else ","
         return [
             *([f"{_ENCODINGS[self.encoding]} text"] if self.encoding != UTF8 else ()),
@@ -99,7 +99,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _separator(head: str) -> str:
-    """Return the separator of a table: the one that divides its first line, a comma if several do."""
+    """Return the separator that divides the first line of a table; a comma if several do."""
     line = next((line for line in head.lstrip("\ufeff").splitlines() if line.strip()), "")
     for separator in _SEPARATORS:
         try:

@@ -67,8 +67,8 @@ def locate_answers(
 
 
 def find_prompt_ends(text: str, spans: Sequence[Span], tokenizer: ChatTokens) -> list[int]:
-    """Return where the generation prompt of each answer ends: inside the span if the marks of the template include the
-    header or if the prompt opens the reasoning, at its start if the template has no generation prompt."""
+    """Return the position at which the generation prompt of each answer ends: inside the span if the marks of the template
+    include the header or if the prompt opens the reasoning, at its start if the template has no generation prompt."""
     header = _full_header(tokenizer)
     ends = []
     for start, _ in spans:

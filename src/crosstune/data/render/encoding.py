@@ -98,7 +98,7 @@ def mask_of(
     encoding: Encoding, rendered: Rendered, stripping: Mapping[int, str] | None = None
 ) -> NDArray[np.bool_]:
     """Return the mask of tokens that have a character inside a span. An added token that strips white space (`stripping`:
-    id -> text) counts where its own text is, so that a header is not supervised for the white space after it."""
+    id -> text) is located by its own text only, so that a header is not supervised because of the white space after it."""
     if list(rendered.spans) == [(0, len(rendered.text))]:
         return np.ones(len(encoding.ids), dtype=np.bool_)
     mask = np.zeros(len(encoding.ids), dtype=np.bool_)

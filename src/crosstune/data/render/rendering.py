@@ -58,14 +58,29 @@ def render_conversation(
         spans, num_unlocated = locate_answers(messages, text, marks, tokens, tools=tools)
         answers = spans
     ends = find_prompt_ends(text, answers, tokens)
+    others = _without_loss(messages, text, marks, tokens, tools=tools)
     return Rendered(
         text=text,
         spans=spans,
         num_unlocated=num_unlocated,
-        prompt_ends=ends,
+        prompt_ends=[*ends, *find_prompt_ends(text, others, tokens)],
         lacks_reasoning=bool(answers and not ends and opens_reasoning(tokens)),
         effective_extras=effective_extras(messages, text, tokens, extras, tools=tools),
     )
+
+
+def _without_loss(
+    messages: Sequence[Message], text: str, marks: Marks, tokens: ChatTokens, *, tools: Tools
+) -> Sequence[Span]:
+    """Return the spans of the answers that carry no loss; none if they cannot be located."""
+    excluded = [message["role"] == "assistant" and bool(message.get(NO_LOSS)) for message in messages]
+    if not any(excluded):
+        return ()
+    turned = [{**message, NO_LOSS: not out} for message, out in zip(messages, excluded, strict=True)]
+    try:
+        return locate_answers(turned, text, marks, tokens, tools=tools)[0]
+    except UserError:
+        return ()
 
 
 def _without_excluded(
@@ -125,8 +140,8 @@ def prompts_change_tokens(tokenizer: Tokenizer) -> bool:
     return False
 
 
-def unlike_prompt(tokenizer: Tokenizer) -> tuple[str, str] | None:
-    """Return the end of a generation prompt and what a training row has in its place, if they differ; None if the row
+def prompt_mismatch(tokenizer: Tokenizer) -> tuple[str, str] | None:
+    """Return the end of a generation prompt and the text of a training row in its place, if they differ; None if the row
     begins with the prompt, up to where it opens the reasoning: the rows themselves decide whether they have some."""
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good"}]
     try:

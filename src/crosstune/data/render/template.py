@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from crosstune.data.render.template_marks import Generation, Marks, take_marks
+from crosstune.data.render.template_marks import Generation, Marks, extract_marks
 from crosstune.data.render.types import REASONING_KEYS, Message
 
 LONGEST_TEMPLATE = 256 << 10
@@ -64,7 +64,7 @@ class ChatTemplate:
             if total > most:
                 raise Rejected(f"it writes more than {most:,} characters for a conversation of {size:,}")
             pieces.append(piece)
-        return take_marks("".join(pieces))
+        return extract_marks("".join(pieces))
 
 
 load_template = lru_cache(maxsize=16)(ChatTemplate)

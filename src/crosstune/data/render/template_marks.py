@@ -62,7 +62,7 @@ class Marker(threading.local):
         return f"{_MARK}{loop}:;" if loop in self._loops else ""
 
 
-def take_marks(marked: str) -> tuple[str, Marks]:
+def extract_marks(marked: str) -> tuple[str, Marks]:
     """Return the text without its marks, and the marked spans."""
     pieces = _MARKS.split(marked)
     generated: list[Span] = []

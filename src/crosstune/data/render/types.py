@@ -32,7 +32,7 @@ class ChatTokens:
     chat_template: str | None
     template_file: str = ""
     named_tokens: tuple[tuple[str, str], ...] = ()
-    """The special tokens that templates know by name: (name, text)."""
+    """The special tokens that templates refer to by name: (name, text)."""
     leading_bos: str = ""
     special: tuple[str, ...] = ()
     """The texts of all special tokens."""

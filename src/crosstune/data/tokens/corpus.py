@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import Example
-from crosstune.data.read.columns import Columns, uniform_sources
+from crosstune.data.read.columns import Columns, split_by_format
 from crosstune.data.read.formats import WITHOUT_TURNS
 from crosstune.data.read.sources import Source
 from crosstune.data.tokens.encode import IN_MEMORY_BYTES, Encoder, OnProgress, digest, tokenize_source
@@ -96,7 +96,8 @@ class Corpus:
         return counts if self.pieces is None else np.where(self.pieces < 0, counts, self.lengths() - 1)
 
     def hashes(self, *, shown: bool = False) -> NDArray[np.uint64]:
-        """Return the hashes of the whole examples; if `shown`, of the tokens that training reads, without what is cut."""
+        """Return the hashes of the whole examples; if `shown`, of the tokens that training reads, without the tokens that
+        are cut."""
         hashes = (self.store.shown_hashes if shown else self.store.hashes)[self.kept]
         if self.pieces is None:
             return hashes
@@ -149,11 +150,14 @@ def open_corpus(
     in_memory_bytes: int = IN_MEMORY_BYTES,
     progress: OnProgress | None = None,
     cut_long: bool = False,
+    ways: Sequence[str] = ("cut", "drop", "split"),
+    place: Callable[[int], str] = "row {}".format,
 ) -> Corpus:
     """Tokenize a source, or its first `limit` rows unless that is -1. Its files may have different formats. `cut_long` cuts
-    examples where they would raise an error because they are too long."""
+    examples where they would raise an error because they are too long; the error names `ways`, values of --truncation, and the
+    `place` of a row by its number from 1."""
     corpora: list[Corpus] = []
-    for uniform in uniform_sources(source, asked=asked_format, columns=columns or {}):
+    for uniform in split_by_format(source, asked=asked_format, columns=columns or {}):
         remaining = limit - sum(corpus.store.facts["rows"] for corpus in corpora) if limit != -1 else -1
         if remaining == 0:
             break
@@ -175,6 +179,8 @@ def open_corpus(
             form=uniform.form,
             identity=digest(decides | {"context": context_length, "truncation": used}),
             model_limit=model_limit,
+            ways=ways,
+            place=place,
         )
         corpora.append(fitted)
     return join_corpora(corpora)
@@ -209,18 +215,21 @@ def fit_context(
     form: str,
     identity: str,
     model_limit: int | None = None,
+    ways: Sequence[str] = ("cut", "drop", "split"),
+    place: Callable[[int], str] = "row {}".format,
 ) -> Corpus:
     """Return the examples of a store within the context. Longer examples raise a UserError, or are cut, dropped or split."""
     lengths = store.lengths()
     long = np.flatnonzero(lengths > context_length)
     kept = np.arange(len(store), dtype=np.int64)
     pieces = None
+    others = [way for way in ways if way != truncation and (way != "split" or form in WITHOUT_TURNS)]
     if len(long) and (truncation == "error" or (truncation == "split" and form not in WITHOUT_TURNS)):
         longest = int(lengths.argmax())
         raise UserError(
             f"{len(long)} of {store.facts['rows']} rows of {source} are longer than the context of {context_length} tokens.",
-            why=f"the longest, row {int(store.rows[longest]) + 1}, has {int(lengths[longest])} tokens.",
-            do=_how_to_fit(int(lengths[longest]), model_limit, form=form),
+            why=f"the longest, {place(int(store.rows[longest]) + 1)}, has {int(lengths[longest])} tokens.",
+            do=how_to_fit(int(lengths[longest]), model_limit, ways=others),
         )
     if len(long) and truncation == "cut":
         store = store.cut(context_length)
@@ -231,7 +240,7 @@ def fit_context(
         if not len(kept):
             raise UserError(
                 f"Every example of {source} is longer than {context_length} tokens.",
-                do=_how_to_fit(int(lengths.min()), model_limit, form=form),
+                do=how_to_fit(int(lengths.min()), model_limit, ways=others),
             )
     return Corpus(
         store=store,
@@ -244,11 +253,15 @@ def fit_context(
     )
 
 
-def _how_to_fit(needed: int, model_limit: int | None, *, form: str) -> str:
-    ways = "--truncation cut, drop or split" if form in WITHOUT_TURNS else "--truncation cut or drop"
+def how_to_fit(needed: int, model_limit: int | None, *, ways: Sequence[str]) -> str:
+    """Return what to do about examples of `needed` tokens; `ways` are the other values of --truncation."""
+    listed = " or ".join([", ".join(ways[:-1]), ways[-1]] if ways[1:] else ways)
+    passed = f"pass --truncation {listed}" if ways else "use shorter examples"
     if model_limit and needed > model_limit:
-        return f"pass {ways}: --context_length cannot be above {model_limit}, this model's maximum context length"
-    return f"raise --context_length to {needed}, or pass {ways}"
+        return (
+            f"{passed}: --context_length cannot be above {model_limit}, this model's maximum context length"
+        )
+    return f"raise --context_length to {needed}" + (f", or {passed}" if ways else "")
 
 
 def _split(lengths: NDArray[np.int64], context_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from crosstune.core.errors import UserError
-from crosstune.data.read.files import Found
+from crosstune.data.read.files import RawRow
 from crosstune.data.read.formats import (
     TOOLS_COLUMN,
     WITHOUT_TURNS,
@@ -29,7 +29,7 @@ from crosstune.data.read.formats import (
     turn_keys,
     unused_columns,
 )
-from crosstune.data.read.sources import Part, Source
+from crosstune.data.read.sources import Part, Source, row_error, skipped_row
 from crosstune.data.render.encoding import Encoded, encode_rendered
 from crosstune.data.render.rendering import check_characters, prompts_change_tokens, render_conversation
 from crosstune.data.render.types import REASONING_KEYS, Rendered
@@ -51,7 +51,7 @@ OnProgress = Callable[[int, int, int], None]
 """Receives the bytes read, the total bytes, and the number of examples so far."""
 
 LAYOUT = 5
-"""Increase when rows are tokenized differently, so that cached stores are made again."""
+"""Increase when rows are tokenized differently, so that cached stores are rebuilt."""
 IN_MEMORY_BYTES = 64 << 20
 """Larger sources are tokenized to disk."""
 MARKER = "store.json"
@@ -61,9 +61,9 @@ _BATCH_CHARACTERS = 256 << 10
 _BATCH_TEXTS = 512
 _SECONDS_BETWEEN_REPORTS = 0.2
 _ROWS_TO_TRY = 50
-_MOST_COLUMNS_NAMED = 20
-_MOST_TOKENS_NAMED = 3
-_MOST_BAD_ROWS = 10_000
+_MAX_COLUMNS_NAMED = 20
+_MAX_TOKENS_NAMED = 3
+_MAX_BAD_ROWS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +118,6 @@ class Encoder:
         ]
 
 
-def located(error: UserError, part: Part, number: int) -> UserError:
-    """Return an error about a row that begins with the file and the row's number."""
-    return UserError(f"{part.place(number)}: {error.message}", why=error.why, do=error.do)
-
-
 @dataclass(kw_only=True)
 class _Pass:
     """One pass over a source. While a batch is tokenized, the next batch's rows are read and rendered."""
@@ -149,7 +144,7 @@ class _Pass:
     joined: set[str] = field(default_factory=set)
     """Tokens with the end of a prompt and the beginning of an answer."""
 
-    def try_row(self, part: Part, found: Found) -> UserError | None:
+    def try_row(self, part: Part, found: RawRow) -> UserError | None:
         """Add a row, or return why it cannot be read."""
         if found.error is not None:
             self.num_rows += 1
@@ -157,7 +152,7 @@ class _Pass:
         try:
             self.add(found.row)
         except UserError as error:
-            return located(error, part, found.number)
+            return row_error(error, part, found.number)
         return None
 
     def add(self, row: Row) -> None:
@@ -165,7 +160,7 @@ class _Pass:
         index = self.num_rows
         self.num_rows += 1
         conversation = to_conversation(row, self.encoder.form)
-        if len(self.unused) < _MOST_COLUMNS_NAMED:
+        if len(self.unused) < _MAX_COLUMNS_NAMED:
             self.unused |= unused_columns(row, self.encoder.form)
         if self.encoder.has_empty_answer(conversation, row):
             self.num_empty += 1
@@ -184,9 +179,8 @@ class _Pass:
         """Count a row that cannot be read."""
         self.num_bad += 1
         self.advice = self.advice or error.do
-        if len(self.bad) < _MOST_BAD_ROWS:
-            about = {"file": part.name, "line": number, "reason": f"{error.message} {error.why}".strip()}
-            self.bad.append(json.dumps(about))
+        if len(self.bad) < _MAX_BAD_ROWS:
+            self.bad.append(skipped_row(error, part, number))
 
     def _extras_to_try(self, row: Row, conversation: Conversation) -> list[str]:
         """Return the extra keys of a row for which it is unknown whether the template renders them."""
@@ -212,7 +206,7 @@ class _Pass:
         for (row, _), found in zip(batch, encoded.result(), strict=True):
             self.encoder.tokenizer.check_largest(int(found.tokens.max(initial=0)))
             self.writer.append(found.tokens, found.supervised, row=row)
-            if found.joined and len(self.joined) < _MOST_TOKENS_NAMED:
+            if found.joined and len(self.joined) < _MAX_TOKENS_NAMED:
                 self.joined.add(found.joined)
         self.pending = None
 

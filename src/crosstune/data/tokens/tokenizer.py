@@ -65,7 +65,7 @@ class Tokenizer:
     adds_bos: bool = False
     """True if the tokenizer prepends the BOS token to plain text."""
     other_named: tuple[tuple[str, str], ...] = ()
-    """Further special tokens that chat templates know by name: (name, text)."""
+    """Further special tokens that chat templates refer to by name: (name, text)."""
     digest: str = ""
     """sha256 of tokenizer.json."""
     template_file: str = ""
@@ -110,7 +110,7 @@ class Tokenizer:
 
     @cached_property
     def stripping(self) -> dict[int, str]:
-        """The added tokens that include the white space beside them: id -> text. Older rules do not tell them apart."""
+        """The added tokens that strip adjacent white space: id -> text. Empty under older rules."""
         added = self.rust.get_added_tokens_decoder().items() if self.data_rules > 2 else ()
         return {number: token.content for number, token in added if token.lstrip or token.rstrip}
 
@@ -144,7 +144,7 @@ class Tokenizer:
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """The special tokens under the names that chat templates know. A token that is not set is undefined there."""
+        """The special tokens under their names in chat templates. A token that is not set is undefined there."""
         named = {"bos_token": self.bos_token, "eos_token": self.eos_token, **dict(self.other_named)}
         return {name: text for name, text in named.items() if text}
 
@@ -162,7 +162,7 @@ class Tokenizer:
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of plain-text documents, each with one BOS token if the tokenizer adds it, and one EOS token.
-        The library adds the BOS token: as text, it would take the place of the first word, which some tokenizers mark."""
+        The library adds the BOS token: in the text, it would replace the first word, which some tokenizers mark."""
         bos, eos = (
             self.rust.token_to_id(text) if text else None for text in (self.bos_token, self.eos_token)
         )

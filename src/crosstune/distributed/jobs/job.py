@@ -256,7 +256,7 @@ def submit(command: Sequence[str], text: str, *, where: str, do: str, cwd: Path 
 def answer_of(
     process: subprocess.Popen[str], text: str | None = None, *, waiting_for: str, limit_s: float | None = None
 ) -> tuple[str, str] | None:
-    """Return the output and the errors of a command; print a line while it takes long. Kill it after `limit_s` (ANSWER_S)
+    """Return the output and the errors of a command; print a line if it is slow. Kill it after `limit_s` (ANSWER_S)
     and return None."""
     ends_at = time.monotonic() + (ANSWER_S if limit_s is None else limit_s)
     while (left := ends_at - time.monotonic()) > 0:
@@ -266,5 +266,5 @@ def answer_of(
             text = None  # it is being sent
             print(f"waiting for {waiting_for} ...", file=sys.stderr, flush=True)
     process.kill()
-    process.wait()  # not for the end of its output, which a child of it may hold
+    process.wait()  # not for the end of its output, which a child process may keep open
     return None

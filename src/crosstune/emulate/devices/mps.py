@@ -46,7 +46,7 @@ PARTS = {
 """Quantizer -> the module that registers its library's kernels for the device; the library imports it only on a Mac."""
 
 
-def is_here() -> bool:
+def is_present() -> bool:
     """True if this computer has the device; its kernels then reject CPU tensors."""
     return torch.backends.mps.is_available()
 

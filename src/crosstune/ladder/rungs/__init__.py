@@ -1,4 +1,5 @@
-"""The rungs of the ladder. A table here lists rungs that only set options; every other rung is a file, found by name."""
+"""The rungs of the ladder. The table in this file lists rungs that only set options; every other rung is a file, found by
+name."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, Within
 
-MOST_DOUBLINGS = 4
+MAX_DOUBLINGS = 4
 
 
 def propose(now: Situation) -> list[Change]:
@@ -10,7 +10,7 @@ def propose(now: Situation) -> list[Change]:
     if now.config.rows_per_step:
         raise NotApplicable("--rows_per_step sets how a step is divided")
     changes: list[Change] = []
-    while micro_batches % 2 == 0 and len(changes) < MOST_DOUBLINGS:
+    while micro_batches % 2 == 0 and len(changes) < MAX_DOUBLINGS:
         batch, micro_batches = batch * 2, micro_batches // 2
         changes.append({"batch_size": batch, "gradient_accumulation_steps": micro_batches})
     if not changes:

@@ -4,7 +4,7 @@ from crosstune.ladder.rung import AsGood, Change, NotApplicable, Rung, Situation
 
 ROUNDED_TO = 64
 FULL_ENOUGH = 0.8
-"""Mean over longest length from which packing gains nothing."""
+"""The ratio of mean to longest length above which packing gains nothing."""
 
 
 def propose(now: Situation) -> list[Change]:

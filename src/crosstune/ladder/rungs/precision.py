@@ -1,9 +1,9 @@
-"""Compute in 16 bits where the device is faster."""
+"""Compute in 16 bits if the device is faster with them."""
 
 from crosstune.ladder.rung import AsGood, Change, NotApplicable, Rung, Situation
 
 WORTHWHILE = 1.1
-"""Speed of bf16 over fp32 matmuls from which a trial is worth its time."""
+"""Minimum speed of bf16 relative to fp32 matmuls that is worth a trial."""
 
 
 def propose(now: Situation) -> list[Change]:

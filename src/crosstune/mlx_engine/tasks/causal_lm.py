@@ -31,7 +31,7 @@ class CausalLM:
     prepared: CausalLoss
 
     def build(self, opening: BuildContext) -> nn.Module:
-        """Load the model folder, quantized as the plan says."""
+        """Load the model folder, quantized by the plan."""
         self.opening = opening
         return load_model(self._folder, plan=opening.plan, dtype=opening.dtype, trained=opening.trained)
 

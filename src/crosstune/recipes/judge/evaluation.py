@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from crosstune.core.intervals import wilson
 from crosstune.recipes.judge import metrics
 from crosstune.recipes.judge.items import WINNERS, Item, Scale, number_labels, other_winner
 from crosstune.recipes.judge.judge import Judgement
@@ -19,8 +20,9 @@ Metric = Callable[[Places], float]
 UNREADABLE = "unreadable"
 FEW_GROUPS = 10
 """Resampling fewer groups than this gives unreliable intervals."""
-FEWEST_PAIRS, LENGTH_BIAS = 20, 0.1
-"""Pairs that a length bias is measured on, at least, and the fraction of them above which it is reported."""
+MIN_PAIRS, LENGTH_BIAS = 20, 0.1
+"""The minimum number of pairs to measure a length bias on, and the fraction above which it is reported."""
+FRACTIONS = ("accuracy", "within_1", "swap_consistency")
 CONSTANT, LONGER, SHORTER, UNTRAINED = "constant", "longer answer", "shorter answer", "untrained model"
 
 
@@ -46,7 +48,8 @@ def evaluate_items(
     }
     if intervals:
         draws = metrics.bootstrap_draws(len(items), groups=[item.group for item in items])
-        report["intervals"] = metrics.intervals(computed, draws) if len(items) > 1 else {}
+        found_intervals = metrics.intervals(computed, draws) if len(items) > 1 else {}
+        report["intervals"] = _widen(found_intervals, values, num_groups=report["num_groups"])
         if len(items) > 1 and report["num_groups"] < FEW_GROUPS:
             few = f"from {report['num_groups']} group{'s' * (report['num_groups'] != 1)}"
             report["notes"].append(
@@ -58,6 +61,16 @@ def evaluate_items(
         rouge = [metrics.rouge_l(item.critique, one.feedback) for item, one in explained]
         values["rouge_l"] = float(np.mean(rouge))
     return report
+
+
+def _widen(
+    intervals: Mapping[str, list[float]], values: Mapping[str, float], *, num_groups: int
+) -> dict[str, list[float]]:
+    """Replace intervals without width, since resampling equal verdicts shows no variation: by Wilson's interval over groups
+    for a fraction; other metrics have none."""
+    found = {name: interval for name, interval in intervals.items() if interval[0] < interval[1]}
+    flat = intervals.keys() - found
+    return found | {name: list(wilson(values[name], num_groups)) for name in FRACTIONS if name in flat}
 
 
 def defined_metrics(report: Report) -> dict[str, float]:
@@ -73,7 +86,7 @@ def evaluate_with_baselines(
     scale: Scale,
     others: Mapping[str, Sequence[Judgement]],
 ) -> Report:
-    """Return the report of a judge, and under `baselines` the reports of other judges of the same items."""
+    """Return the report of a judge, with the reports of other judges on the same items under `baselines`."""
     report = evaluate_items(items, found, scale=scale)
     report["baselines"] = {name: evaluate_items(items, each, scale=scale) for name, each in others.items()}
     return report
@@ -191,7 +204,7 @@ def _length_notes(items: Sequence[Item], found: Sequence[Judgement]) -> list[str
         for item, one in zip(items, found, strict=True)
         if {_longer(item), item.winner, one.winner} <= {"A", "B"}
     ]
-    if len(rows) < FEWEST_PAIRS:
+    if len(rows) < MIN_PAIRS:
         return []
     longer, *winners = map(np.array, zip(*rows, strict=True))
     labeled, chosen = (side == longer for side in winners)

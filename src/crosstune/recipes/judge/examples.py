@@ -48,6 +48,7 @@ def encode_items(
         truncation=config.truncation,
         model_limit=model_limit,
         progress=progress,
+        place=lambda number: f"item {items[number - 1].id}",
     )
     kept = [items[place] for place in corpus.rows().tolist()]
     return ItemCorpus(
@@ -144,7 +145,9 @@ def _corpus(
     **options: Any,
 ) -> Corpus:
     source = Source(name=name, parts=(RowsPart(name=name, loaded=list(rows)),), form="messages")
-    return open_corpus(source, tokenizer, asked_format="messages", whole=False, progress=progress, **options)
+    return open_corpus(
+        source, tokenizer, asked_format="messages", whole=False, progress=progress, ways=("drop",), **options
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

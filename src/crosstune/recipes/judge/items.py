@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from crosstune.core.errors import UserError, shown
 
 WINNERS = ("A", "B", "tie")
-MOST_POINTS = 11
+MAX_POINTS = 11
 """Maximum number of score labels; on a longer scale they are evenly spaced."""
 _RANGE = re.compile(r"(-?\d+(?:\.\d+)?)\s*(?:-|\.\.|to|,)\s*(-?\d+(?:\.\d+)?)")
 _OTHER_SIDE = {"A": "B", "B": "A"}
@@ -46,7 +46,7 @@ class Item:
     """The turns of each answer; empty if the data has text."""
     tools: Sequence[Any] | None = None
     margin: float = 0.0
-    """The wanted difference of the rewards of the better and the worse answer."""
+    """The target margin between the rewards of the better and the worse answer."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row, kept for predictions."""
 
@@ -82,7 +82,7 @@ class Scale:
     @property
     def point(self) -> float:
         """The size of one point: 1 on a scale of up to ten points, a tenth of a longer scale."""
-        tenth = self.span / (MOST_POINTS - 1)
+        tenth = self.span / (MAX_POINTS - 1)
         return max(1.0, tenth) if self.span >= 1 else tenth
 
     def holds(self, score: float) -> bool:
@@ -93,11 +93,11 @@ class Scale:
         return (score - self.low) / self.span
 
     def points(self) -> list[float]:
-        """Return the scores that a model writes: whole numbers, or evenly spaced ones on a longer scale."""
+        """Return the scores that a model writes: whole numbers, or evenly spaced numbers on a longer scale."""
         whole = float(self.low).is_integer() and float(self.high).is_integer()
-        if whole and self.span <= MOST_POINTS - 1:
+        if whole and self.span <= MAX_POINTS - 1:
             return [float(value) for value in range(int(self.low), int(self.high) + 1)]
-        return [round(float(value), 6) for value in np.linspace(self.low, self.high, MOST_POINTS)]
+        return [round(float(value), 6) for value in np.linspace(self.low, self.high, MAX_POINTS)]
 
     def __str__(self) -> str:
         return f"{write_number(self.low)}-{write_number(self.high)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +26,7 @@ from crosstune.recipes.judge.verdicts import JudgeSettings, VerdictFormat
 
 Progress = Callable[[int, int], None]
 Prompts = Sequence[list[int]]
-FEWEST_SHARED = 8
+MIN_SHARED = 8
 """Minimum length of a shared prefix that is computed once."""
 
 
@@ -134,20 +135,21 @@ class Judge:
         self, prompts: Prompts, *, max_new_tokens: int, progress: Progress | None = None
     ) -> list[str]:
         assert isinstance(self.session, Generates), "a judge with score tokens generates"
-
-        def answer(batch: Prompts) -> list[str]:
-            stop_ids = sorted(self.tokenizer.stop_ids)
-            answers = self.session.generate(batch, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-            return [self.tokenizer.decode(answer).strip() for answer in answers]
-
-        return self._before_verdict(prompts, answer, progress)
+        done = itertools.count(1)
+        answers = self.session.sample(
+            self._without_opening(prompts),
+            max_new_tokens=max_new_tokens,
+            stop_ids=sorted(self.tokenizer.stop_ids),
+            on_answer=lambda _: progress(next(done), len(prompts)) if progress is not None else None,
+        )
+        return [self.tokenizer.decode(answer.content).strip() for answer in answers]
 
     def _judge_by_scalar(self, prompts: Prompts, *, progress: Progress | None) -> list[Judgement]:
         parts, scale = engine_parts(self.session.plan.engine), self.verdict.scale
         values = self._before_verdict(
             prompts, lambda batch: parts.scalar_scores(self.session, batch), progress
         )
-        return [Judgement(score=scale.low + scale.span * min(1.0, max(0.0, float(v)))) for v in values]
+        return [Judgement(score=scale.low + scale.span * float(np.clip(v, 0, 1))) for v in values]
 
     def _judge_by_rewards(self, items: Sequence[Item], *, progress: Progress | None) -> list[Judgement]:
         """Return the reward of each single answer, or the winner of each pair."""
@@ -176,11 +178,15 @@ class Judge:
         found = replace(self._from_log_probs(probs), rewards=rewards)
         return replace(found, winner="tie") if rewards[0] == rewards[1] else found
 
+    def _without_opening(self, prompts: Prompts) -> list[Any]:
+        """Return prompts without the verdict's start."""
+        return [prompt[: len(prompt) - len(self.tokens.before)] for prompt in prompts]
+
     def _before_verdict(
         self, prompts: Prompts, compute: Callable[[Prompts], Sequence[Any]], progress: Progress | None
     ) -> list[Any]:
         """Apply a function to batches of prompts without the verdict's start; return a value per prompt."""
-        prompts = [prompt[: len(prompt) - len(self.tokens.before)] for prompt in prompts]
+        prompts = self._without_opening(prompts)
         found: list[Any] = [None] * len(prompts)
         for _, places in self._batches(prompts, [range(len(prompts))], progress):
             for place, value in zip(places, compute([prompts[place] for place in places]), strict=True):
@@ -260,7 +266,7 @@ class Judge:
             return 0
         grouped = [prompts[place] for place in group]
         length = min(common_length(grouped), min(map(len, grouped)) - 1)
-        return length if length >= FEWEST_SHARED else 0
+        return length if length >= MIN_SHARED else 0
 
     def _batches(
         self, prompts: Prompts, groups: Sequence[Sequence[int]], progress: Progress | None

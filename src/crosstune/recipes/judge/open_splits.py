@@ -36,13 +36,15 @@ class JudgeData:
     num_leaking: int = 0
     """Number of training items dropped because they leak."""
     notes: Sequence[str] = ()
+    skipped: Sequence[str] = ()
+    """Rows that cannot be read, as JSON text: file, line and reason."""
     scale: Scale
     """The scale of the scores: --score_scale, or the scale in the rows."""
 
 
 def open_judge_data(config: Config) -> JudgeData:
     """Read the items of all splits; hold out a tenth of the groups for each missing split."""
-    reader = item_reader(config)
+    reader = replace(item_reader(config), skipped=[] if config.skip_bad_rows else None)
     sources = [by_split(entry.name) for entry in unweighted(config.dataset, option="dataset")]
     found = {
         split: [item for source in sources if split in source for item in reader.read(source[split])]
@@ -79,6 +81,7 @@ def open_judge_data(config: Config) -> JudgeData:
         test=found["test"][: config.eval_samples] if "eval_samples" in config.sources else found["test"],
         num_leaking=num_leaking,
         notes=notes,
+        skipped=reader.skipped or (),
         scale=scale,
     )
 
@@ -192,7 +195,7 @@ def without_leaks(train: Sequence[Item], held_out: Splits, *, policy: str) -> tu
             f"{len(leaking):,} of {len(train):,} training rows leak into the held-out data.",
             why=f"the {first.kind} {shown(first.example)} is also in the {first.split} split, so the test "
             "would measure memorization.",
-            do="drop them from the training with --leaks drop, split by source again with "
+            do="drop them from the training data with --leaks drop, split by source again with "
             "`crosstune judge data DATA --split_to DIR`, or accept it with --leaks allow",
         )
     kept = [item for place, item in enumerate(train) if place not in leaking]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.conditions import REPLICATED
 from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
 from crosstune.estimate.machine import BackendReport
@@ -60,7 +61,16 @@ BY_BACKEND: Mapping[str, Mapping[str, Any]] = {
 }
 LARGEST_AT_RANK_16 = {"mps": 2.0, "cpu": 2.0, "mlx": 2.0}
 """Billions of parameters above which adapters have rank 8; 4 on other backends."""
-OPTIONS = ("dataset", "lora_rank", "lora_alpha", "rows_per_step", *ALL, *GPU, "precision")
+OPTIONS = (
+    "dataset",
+    "lora_rank",
+    "lora_alpha",
+    "rows_per_step",
+    "sharding_strategy",
+    *ALL,
+    *GPU,
+    "precision",
+)
 """Every option that a preset may set."""
 _SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z])", re.I)
 
@@ -84,7 +94,8 @@ def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
     if BY_BACKEND[name] is GPU:
         values |= _fit_card(report.memory_total_bytes, billions)
     method = config.train_type if "train_type" in config.sources else values["train_type"][0]
-    if "lora" not in str(method) and "dora" not in str(method):
+    has_adapters = "lora" in str(method) or "dora" in str(method)
+    if not has_adapters:
         for option in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"):
             values.pop(option, None)
     if config.no_4bit or not any(word in str(method) for word in ("qlora", "bnb")):
@@ -96,6 +107,12 @@ def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
         values.pop("eval_steps")
     if config.world_size > 1:
         values |= _share_rows(config, values)
+        # An 8-bit optimizer does not work with shards.
+        if BY_BACKEND[name] is GPU and "optimizer" not in config.sources:
+            if has_adapters and "sharding_strategy" not in config.sources:
+                values["sharding_strategy"] = ("ddp", f"{title}: adapters need no shards")
+            elif config.sharding_strategy not in REPLICATED:
+                values.pop("optimizer")
     return {
         option: Preset(value=value, reason=why)
         for option, (value, why) in values.items()

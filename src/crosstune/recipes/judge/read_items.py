@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import Any
 from crosstune.core.errors import UserError, shown
 from crosstune.data.read.columns import Columns, check_columns
 from crosstune.data.read.files import Row
-from crosstune.data.read.sources import Source
+from crosstune.data.read.sources import Source, row_error, skipped_row
 from crosstune.recipes.judge.items import WINNERS, Item, Scale, read_scale, swapped
 from crosstune.recipes.judge.verdicts import parse_text_verdict
 from crosstune.recipes.preference.read_pairs import ALIASES as PREFERENCE_ALIASES
@@ -68,18 +69,26 @@ class ItemReader:
     """True if every row must have a score or a winner."""
     rewards: bool = False
     """True for a reward model: a conversation ends with the answer, not with a verdict."""
+    skipped: list[str] | None = None
+    """Collects the rows that cannot be read, as lines of skipped_rows.jsonl; None: the first one is an error."""
 
     def read(self, source: Source) -> list[Item]:
-        """Return the items of a source; raise for a bad row."""
+        """Return the items of a source."""
         check_columns([source], self.columns)
         items: list[Item] = []
-        for part, found, _ in replace(source, columns=tuple(self.columns.items())).rows():
+        skips = self.skipped is not None
+        for part, found, _ in replace(source, columns=tuple(self.columns.items()), skips_bad=skips).rows():
             try:
+                if found.error is not None:
+                    raise found.error
                 items.append(self._item(found.row, number=len(items)))
             except UserError as error:
-                raise UserError(
-                    f"{part.place(found.number)}: {error.message}", why=error.why, do=error.do
-                ) from error
+                if self.skipped is None:
+                    raise row_error(error, part, found.number) from error
+                self.skipped.append(skipped_row(error, part, found.number))
+        if not items and self.skipped:
+            first = json.loads(self.skipped[0])["reason"]
+            raise UserError(f"No row of {source.name} can be read.", why=f"the first: {first}", do=_SHAPES)
         if not items:
             raise UserError(f"The dataset {source.name} is empty.", do="add at least one row")
         self.check_together(items, source.name)
@@ -290,7 +299,7 @@ def _check_scale(score: float, scale: Scale, *, out_of: float | None = None) -> 
 
 
 def _named_fields(row: Row) -> dict[str, Any]:
-    """Return the values of a row by our column names, and under `used` the columns they come from."""
+    """Return the values of a row by our column names, and under `used` their columns."""
     found: dict[str, Any] = {}
     used: set[str] = set()
     for name, aliases in ALIASES.items():

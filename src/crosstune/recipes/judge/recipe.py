@@ -26,7 +26,7 @@ from crosstune.recipes.judge.judge import Judge, engine_parts, judge_task
 from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
 from crosstune.recipes.judge.rewards import PairCorpus, encode_pairs
 from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, training_messages
-from crosstune.recipes.preference.data_report import BALANCE, MOST_MEASURED, length_bias
+from crosstune.recipes.preference.data_report import BALANCE, MAX_MEASURED, length_bias
 from crosstune.recipes.sft import TokenRecipe, open_tokenizer, write_tokenizer
 
 
@@ -106,6 +106,9 @@ class JudgeRecipe(TokenRecipe):
     def eval_identity(self) -> str | None:
         return self.held_out.identity() if self.held_out is not None else None
 
+    def skipped_rows(self) -> Sequence[str]:
+        return self.data.skipped
+
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
         counts = Counter(self.verdict.label_of(item) for item in self.train.items)
@@ -123,12 +126,12 @@ class JudgeRecipe(TokenRecipe):
             notes.append(f"{self.data.num_leaking:,} training rows that are also held out were dropped")
         ordered = [
             item.answers if item.winner == "A" else item.answers[::-1]
-            for item in self.train.items[:MOST_MEASURED]
+            for item in self.train.items[:MAX_MEASURED]
             if item.is_pair and item.winner != "tie"
         ]
         lengths = [[len(answer) for answer in answers] for answers in ordered]
         warnings = [
-            *warnings_of(described["train"], num_shared=0),
+            *warnings_of(described["train"] | {"bad_rows": len(self.data.skipped)}),
             *(length_bias(lengths, advice=BALANCE, unit="characters") if lengths else ()),
         ]
         return described | {k: v for k, v in (("notes", notes), ("warnings", warnings)) if v}
@@ -231,7 +234,7 @@ class RewardRecipe(JudgeRecipe):
 
 
 def open_recipe(config: Config, *, model_folder: Path, observer: Observer | None = None) -> JudgeRecipe:
-    """Open the data. With a scalar head, its form decides: pairs teach rewards, scored answers scores."""
+    """Open the data. A scalar head learns rewards from pairs and scores from scored answers."""
     data = open_judge_data(config)
     kind = RewardRecipe if config.head == "scalar" and data.train[0].is_pair else JudgeRecipe
     return kind(config, model_folder=model_folder, observer=observer, data=data)

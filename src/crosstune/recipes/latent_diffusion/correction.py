@@ -75,7 +75,7 @@ def correct_texts(
 def _propose(
     best: Best, random: np.random.Generator, candidates: int, *, share: float
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return copies of each text with about this fraction of tokens masked, mostly improbable ones.
+    """Return copies of each text with about this fraction of tokens masked, mostly improbable tokens.
 
     A third of the copies are one token shorter or longer.
     """

@@ -72,7 +72,7 @@ def _read_files(folder: Path) -> Imported:
             raise UserError(
                 f"{len(names):,} texts and {len(others):,} vectors in {folder} do not pair.",
                 why=f"{unpaired[0]} and {len(unpaired) - 1:,} others have only one of the two files.",
-                do="add the missing files, or remove the unpaired ones",
+                do="add the missing files, or remove the unpaired files",
             )
         for name in names:
             splits.setdefault(split, []).append(len(rows))

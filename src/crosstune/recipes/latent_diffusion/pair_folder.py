@@ -22,7 +22,7 @@ from crosstune.files.outputs import check_output_name
 from crosstune.files.plain_files import MissingFile, UnreadableFile, file_sha256, open_plain, read_plain
 from crosstune.files.run_lock import check_place
 from crosstune.models.file_hashes import sha256_of_all
-from crosstune.recipes.latent_diffusion.texts import Chosen, WriteOptions, clean
+from crosstune.recipes.latent_diffusion.texts import ChosenTexts, WriteOptions, clean
 from crosstune.recipes.latent_diffusion.vocabulary import Vocabulary, load_vocabulary
 
 MANIFEST = "manifest.json"
@@ -210,19 +210,19 @@ def check_out(folder: Path) -> None:
         ) from error
 
 
-class Made(NamedTuple):
+class EmbeddedTexts(NamedTuple):
     """Texts with their vectors, before they are written."""
 
     texts: Sequence[str]
     latents: NDArray[Any]
-    chosen: Chosen
+    chosen: ChosenTexts
     tokenizer_folder: Path
     encoder: Mapping[str, Any]
     source: str
     """The data's name in errors."""
 
 
-def write_pairs(folder: Path, made: Made, *, options: WriteOptions) -> dict[str, Any]:
+def write_pairs(folder: Path, made: EmbeddedTexts, *, options: WriteOptions) -> dict[str, Any]:
     """Write the chosen pairs of each split; return the manifest.
 
     An existing folder of pairs is replaced only by a complete new one.

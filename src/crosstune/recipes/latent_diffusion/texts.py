@@ -17,7 +17,7 @@ EDITION = 1
 """Increase when the same input would give different splits or texts."""
 SHORTEST_SPAN = 2
 """Words of the shortest span."""
-_FEWEST_CROPPED = 4
+_MIN_CROPPED = 4
 """Words of the shortest text that is cropped."""
 _SHORTEST_MIX = 2 * SHORTEST_SPAN
 
@@ -26,7 +26,7 @@ Rows = NDArray[np.int64]
 
 
 @dataclass(kw_only=True)
-class Divided:
+class TextSplits:
     """The text indices of each split, and the number of texts dropped for each reason."""
 
     splits: dict[str, list[int]]
@@ -39,15 +39,15 @@ def divide(
     texts: Sequence[str],
     *,
     validation_share: float,
-    most_validation: int,
+    max_validation: int,
     given: Mapping[str, Sequence[int]] | None = None,
-) -> Divided:
+) -> TextSplits:
     """Split texts by their hash, the same in every build, or keep the `given` splits.
 
     A duplicate is kept once, in the validation split if it is in both.
     """
     if given is None:
-        given = _by_hash(texts, validation_share=validation_share, most_validation=most_validation)
+        given = _by_hash(texts, validation_share=validation_share, max_validation=max_validation)
     seen: set[str] = set()
     splits: dict[str, list[int]] = {}
     num_empty = num_twice = 0
@@ -64,15 +64,15 @@ def divide(
                 rows.append(row)
     if not splits.get("train"):
         raise UserError("There is no text to train on.", why="every text is empty or held out.")
-    return Divided(splits=splits, left_out={"empty": num_empty, "duplicates": num_twice})
+    return TextSplits(splits=splits, left_out={"empty": num_empty, "duplicates": num_twice})
 
 
-def _by_hash(texts: Sequence[str], *, validation_share: float, most_validation: int) -> dict[str, list[int]]:
+def _by_hash(texts: Sequence[str], *, validation_share: float, max_validation: int) -> dict[str, list[int]]:
     limit = int(validation_share * 2**64)
     splits: dict[str, list[int]] = {"train": [], "validation": []}
     for row, text in enumerate(texts):
         number = int.from_bytes(hashlib.sha256(text_key(text).encode()).digest()[:8], "big")
-        held_out = number < limit and len(splits["validation"]) < most_validation
+        held_out = number < limit and len(splits["validation"]) < max_validation
         splits["validation" if held_out else "train"].append(row)
     return splits
 
@@ -88,7 +88,7 @@ def text_key(text: str) -> str:
 
 
 def add_made_texts(
-    texts: Sequence[str], divided: Divided, *, crops: int = 0, mixes: int = 0, seed: int = 0
+    texts: Sequence[str], divided: TextSplits, *, crops: int = 0, mixes: int = 0, seed: int = 0
 ) -> list[str]:
     """Append texts made from the training texts, and add them to the training split.
 
@@ -112,7 +112,7 @@ def add_made_texts(
 
 def _make_crops(words: Words, per_text: int, *, seed: int) -> Iterator[str]:
     lengths = np.fromiter(map(len, words), np.int64, len(words))
-    owners = np.repeat(np.nonzero(lengths >= _FEWEST_CROPPED)[0], per_text)
+    owners = np.repeat(np.nonzero(lengths >= _MIN_CROPPED)[0], per_text)
     random = np.random.default_rng(seed)
     # The longer of two draws, since long spans resemble whole texts more.
     sizes = random.integers(SHORTEST_SPAN, np.tile(lengths[owners], (2, 1))).max(axis=0)
@@ -122,7 +122,7 @@ def _make_crops(words: Words, per_text: int, *, seed: int) -> Iterator[str]:
 
 
 def _make_mixes(words: Words, per_text: int, *, seed: int) -> Iterator[str]:
-    """Yield joined spans of two texts, as long as a randomly drawn training text."""
+    """Yield pairs of joined spans from two texts; the length is the length of a randomly drawn training text."""
     lengths = np.fromiter(map(len, words), np.int64, len(words))
     usable = np.nonzero(lengths >= SHORTEST_SPAN)[0]
     if not per_text or len(usable) < 2:
@@ -157,7 +157,7 @@ class WriteOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class ChosenTexts:
     """The text indices and tokenizer ids of each split, and the vocabulary."""
 
     splits: Mapping[str, Rows]
@@ -169,7 +169,7 @@ class Chosen:
         """Return the rows of all splits in ascending order."""
         return np.sort(np.concatenate(list(self.splits.values())))
 
-    def renumbered(self) -> Chosen:
+    def renumbered(self) -> ChosenTexts:
         """Return a copy whose indices refer to the texts of `rows` only."""
         rows = self.rows()
         splits = {split: np.searchsorted(rows, found) for split, found in self.splits.items()}
@@ -177,8 +177,8 @@ class Chosen:
 
 
 def choose_rows(
-    tokens: TokenRows, divided: Divided, *, tokenizer: Tokenizer, options: WriteOptions
-) -> Chosen:
+    tokens: TokenRows, divided: TextSplits, *, tokenizer: Tokenizer, options: WriteOptions
+) -> ChosenTexts:
     """Drop texts without tokens, texts that are too long, and texts with the same ids as another.
 
     With `too_long` error, raise for an original text that is too long; texts made from spans are always dropped. Of texts
@@ -208,7 +208,7 @@ def choose_rows(
             do="use a larger --max_tokens, or other texts",
         )
     chosen = {split: tokens.take(found) for split, found in splits.items()}
-    return Chosen(
+    return ChosenTexts(
         splits=splits,
         tokens=chosen,
         vocabulary=_make_vocabulary(chosen["train"], tokenizer=tokenizer, min_count=options.min_count),

@@ -54,7 +54,7 @@ class Sampler:
         lengths: NDArray[Any] | None = None,
         on_step: OnStep | None = None,
     ) -> Decoded:
-        """Decode vectors of norm 1 from fully masked text, of the likeliest lengths or the given ones.
+        """Decode vectors of norm 1 from fully masked text, of the likeliest or the given lengths.
 
         Of several lengths, keep the text with the highest mean log probability of its tokens.
         """
@@ -295,7 +295,7 @@ def unmask(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Fill in the most confident predictions until `left` tokens of each row remain masked.
 
-    Return the tokens, a mask of the newly filled ones, and the probability of each prediction.
+    Return the tokens, a mask of the newly filled tokens, and the probability of each prediction.
     """
     masked = tokens == MASK
     chosen, sure = choose(logits, temperature=temperature, seeded=seeded)

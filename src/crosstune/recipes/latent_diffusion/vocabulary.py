@@ -97,7 +97,7 @@ def tokenize(
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The tokenizer ids that the model knows. A token's model id is its index among them, after the special ids."""
+    """The tokenizer ids in the model's vocabulary. A token's model id is its index among them, after the special ids."""
 
     tokenizer: Tokenizer
     kept: Ids

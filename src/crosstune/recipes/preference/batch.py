@@ -37,18 +37,18 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceBatch:
-    """Answers in the order of their pairs, the chosen one first."""
+    """Answers in the order of their pairs, chosen before rejected."""
 
     tokens: TokenBatch
     lengths: Floats
     """Number of tokens of each answer."""
     mean_chosen: float
-    """Mean number of tokens of the chosen answers of the whole step."""
+    """Mean length of the step's chosen answers, in tokens."""
     num_groups: int
     labels: Floats | None = None
     """1 for a desirable answer, 0 for others; None for pairs."""
     reference: Floats | None = None
-    """Log probability of each answer under the reference, if it was computed before the training."""
+    """Log probability of each answer under the reference, if it was computed before training."""
     others: TokenBatch | None = None
     """Answers to other prompts, for the KL estimate of kto."""
     other_reference: Floats | None = None
@@ -63,7 +63,7 @@ class PreferenceBatch:
         return self.tokens.num_tokens
 
     def arrays(self, token_arrays: Callable[[TokenBatch], Mapping[str, Array]]) -> dict[str, Array]:
-        """Return the arrays for an engine, of which `token_arrays` makes those of tokens."""
+        """Return the arrays for an engine; `token_arrays` makes the arrays of tokens."""
         others = token_arrays(self.others) if self.others is not None else {}
         arrays = {
             **token_arrays(self.tokens),
@@ -86,7 +86,7 @@ def make_batch(
     reference: Floats | None = None,
 ) -> PreferenceBatch:
     """Make a micro-batch from rows of groups. `reference` has the log probabilities of all answers of the data, a row for each
-    group: of its answers, and for single answers of the other answer too."""
+    group: of its answers, and of the other answer if the group is a single answer."""
     groups = [group for row in rows for group in row]
     forks = fork_rows([[Fork(group.examples) for group in row] for row in rows], pad_id=pad_id)
     tokens = forks if shares_prompts else separate_rows(forks, pad_id=pad_id)

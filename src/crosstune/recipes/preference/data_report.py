@@ -1,4 +1,4 @@
-"""Describe the preferences of a run: an account of all rows, lengths, and warnings about pairs that teach the wrong thing."""
+"""Describe the preferences of a run: an account of all rows, lengths, and warnings about misleading pairs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 from crosstune.recipes.preference.open_pairs import PreferenceCorpus, PreferenceData, prompt_key
 from crosstune.recipes.preference.read_pairs import Preference
 
-MOST_MEASURED = 5000
+MAX_MEASURED = 5000
 """Lengths are measured in this many pairs."""
 BIASED = 0.7
-FEWEST_PAIRS = 20
+MIN_PAIRS = 20
 BALANCE = "balance the lengths of the pairs"
 _SIDES = ("chosen", "rejected")
 BY_LENGTH = ("simpo", "ipo", "orpo")
@@ -23,7 +23,7 @@ BY_LENGTH = ("simpo", "ipo", "orpo")
 def account(
     data: PreferenceData, train: PreferenceCorpus, held_out: PreferenceCorpus | None
 ) -> dict[str, int]:
-    """Return the number of rows read, and what became of them. A row of a pair may be two answers with labels."""
+    """Return the number of rows read, and their number by outcome. A row of a pair may be two answers with labels."""
     kept = [_places(part.preferences) if part is not None else set[str]() for part in (train, held_out)]
     opened = _places([*data.train, *data.held_out])
     return {
@@ -43,7 +43,7 @@ def _places(preferences: Sequence[Preference]) -> set[str]:
 
 def describe_answers(train: PreferenceCorpus) -> dict[str, Any]:
     """Return the number of answers of each side, and their mean and maximum length in tokens."""
-    groups = [train[place] for place in range(min(len(train), MOST_MEASURED))]
+    groups = [train[place] for place in range(min(len(train), MAX_MEASURED))]
     if len(groups[0].examples) == 2:
         lengths = {side: [group.lengths[place] for group in groups] for place, side in enumerate(_SIDES)}
     else:
@@ -59,7 +59,7 @@ def describe_answers(train: PreferenceCorpus) -> dict[str, Any]:
 
 
 def pair_warnings(
-    data: PreferenceData,
+    rows: Mapping[str, int],
     train: PreferenceCorpus,
     held_out: PreferenceCorpus | None,
     *,
@@ -67,15 +67,14 @@ def pair_warnings(
     losses: Collection[str],
 ) -> list[str]:
     found = list[str]()
-    if data.num_same:
-        found.append(f"{data.num_same} of {data.num_rows} rows are left out: their two answers are the same")
-    if train.num_too_long:
-        found.append(
-            f"{train.num_too_long} of {len(data.train)} are left out: an answer does not fit the context"
-        )
+    left_out = {"same": "their two answers are the same", "too_long": "an answer does not fit the context"}
+    for name, why in left_out.items():
+        if rows[name]:
+            found.append(f"{rows[name]} of {rows['read']} rows are left out: {why}")
     if train.num_cut:
         found.append(
-            f"answers that are cut at the context: {train.num_cut}, whose end is not compared; raise --context_length"
+            f"rows with an answer that is cut at the context: {train.num_cut}, whose end is not compared; raise "
+            "--context_length"
         )
     pairs = [(prompt_key(one), str(one.answers), one.is_desirable) for one in train.preferences]
     if repeated := len(pairs) - len(set(pairs)):
@@ -88,7 +87,7 @@ def pair_warnings(
         if shared := sum(prompt_key(one) in prompts for one in held_out.preferences):
             found.append(f"{shared} of {len(held_out)} held-out prompts are also in the training data")
     if "chosen" in answers:
-        lengths = [train[place].lengths for place in range(min(len(train), MOST_MEASURED))]
+        lengths = [train[place].lengths for place in range(min(len(train), MAX_MEASURED))]
         found += length_bias(lengths, advice=length_advice(losses))
     return found
 
@@ -106,18 +105,20 @@ def _num_turned(preferences: Sequence[Preference]) -> int:
 
 
 def length_advice(losses: Collection[str]) -> str:
-    """Say what a run with these losses can do against learning length."""
+    """Return advice against learning length, for a run with these losses."""
     if any(name in BY_LENGTH for name in losses):
         return BALANCE
     return f"{BALANCE}, or compare with --preference_loss simpo or ipo, which divide by it"
 
 
 def length_bias(lengths: Sequence[Sequence[int]], *, advice: str, unit: str = "tokens") -> list[str]:
-    """Return a warning if length alone tells most better answers from the worse. `lengths`: (better, worse) of each pair."""
+    """Return a warning if length alone distinguishes most better answers from worse answers. `lengths`: (better, worse) of
+    each pair.
+    """
     pairs = np.array(lengths).reshape(-1, 2)
     longer = {side: float((pairs[:, own] > pairs[:, 1 - own]).mean()) for own, side in enumerate(_SIDES)}
     side = max(longer, key=lambda name: longer[name])
-    if len(pairs) < FEWEST_PAIRS or longer[side] <= BIASED:
+    if len(pairs) < MIN_PAIRS or longer[side] <= BIASED:
         return []
     means = " and ".join(f"{mean:.0f}" for mean in pairs.mean(axis=0))
     return [

@@ -1,4 +1,4 @@
-"""Preference losses as functions of the log probabilities of answers, for numpy, torch and MLX arrays alike.
+"""Preference losses as functions of the log probabilities of answers, for arrays of numpy, torch and MLX.
 
 Formulas: DPO arXiv:2305.18290, IPO 2310.12036, hinge (SLiC, RSO) 2309.06657, robust 2403.00409, APO 2408.06266, NCA 2402.05369,
 BCO 2404.04656, SPPO 2405.00675, ORPO 2403.07691, SimPO 2405.14734, CPO 2401.08417, KTO 2402.01306.

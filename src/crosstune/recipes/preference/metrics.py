@@ -1,8 +1,7 @@
-"""The loss of a batch of answers and its metrics, under the names that users of TRL know, for torch and MLX arrays alike."""
+"""The loss of a batch of answers and its metrics, under TRL's names, for arrays of torch and MLX."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from crosstune.recipes.preference.losses import Functions, PairScores, Preferenc
 
 ACCURACY = "rewards/accuracies"
 ANSWER_LENGTH = "completions/mean_length"
-"""Tokens of the generated answers to held-out prompts."""
+"""Mean number of tokens of the generated answers to held-out prompts."""
 _BOTH = (
     "rewards/chosen",
     "rewards/rejected",
@@ -100,12 +99,3 @@ def measure_singles(
         "entropy": entropy,
         "kl": (kl * len(labels), len(labels)),
     }
-
-
-def wilson(fraction: float, count: int) -> tuple[float, float]:
-    """Return the 95 % interval (Wilson) of a fraction of `count` pairs."""
-    z = 1.959964
-    middle, spread = fraction + z * z / (2 * count), fraction * (1 - fraction) / count
-    half = z * math.sqrt(spread + z * z / (4 * count * count))
-    scale = 1 + z * z / count
-    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)

@@ -56,7 +56,7 @@ class PreferenceLM(CausalLM):
         return self.prepared
 
     def forget_reference(self) -> None:
-        """Free the weights from before the training, of which all log probabilities are known."""
+        """Free the initial weights, when all log probabilities of the reference are known."""
         assert isinstance(self.prepared, AnswerLoss)
         self.prepared.forget_reference()
 
@@ -95,7 +95,7 @@ class PreferenceLM(CausalLM):
 
 
 class AnswerLoss(CausalLoss):
-    """The preference loss of a model, and of the model before the training as its reference."""
+    """The preference loss of a model; its reference is the model with its initial weights."""
 
     def __init__(self, model: nn.Module, preference: PreferenceLoss) -> None:
         super().__init__(model)
@@ -148,7 +148,7 @@ class AnswerLoss(CausalLoss):
         return mx.concatenate(found)
 
     def _of_reference(self, arrays: Arrays, weights: dict[str, mx.array], *, prefix: str = "") -> mx.array:
-        """Return the log probabilities of the model before the training, without dropout."""
+        """Return the log probabilities of the model with its initial weights, without dropout."""
         was_training = self.model.training
         put(self.model, self._reference)
         self.model.eval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,8 @@ from crosstune.data.bundled.named_datasets import RowsPart
 from crosstune.data.open_data import HELD_OUT_SHARE
 from crosstune.data.read.columns import Columns, check_columns, parse_columns
 from crosstune.data.read.dataset_list import unweighted
-from crosstune.data.read.sources import Source, open_source
-from crosstune.data.tokens.corpus import Corpus, open_corpus
+from crosstune.data.read.sources import Source, open_source, row_error, skipped_row
+from crosstune.data.tokens.corpus import Corpus, how_to_fit, open_corpus
 from crosstune.data.tokens.encode import OnProgress
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.preference.batch import Group
@@ -64,14 +65,11 @@ class _Reading:
                     raise row.error
                 read = read_preferences(row.row, paired=self.paired, place=part.place(row.number))
             except UserError as error:
-                place = "" if row.error is not None else f"{part.place(row.number)}: "
-                found_error = UserError(f"{place}{error.message}", why=error.why, do=error.do)
+                found_error = error if row.error is not None else row_error(error, part, row.number)
                 if not self.config.skip_bad_rows:
                     raise found_error from error
                 self.first_error = self.first_error or found_error
-                reason = f"{error.message} {error.why}".strip()
-                about = {"file": part.name, "line": row.number, "reason": reason}
-                self.skipped.append(json.dumps(about))
+                self.skipped.append(skipped_row(error, part, row.number))
                 continue
             same = [one for one in read if len(one.answers) == 2 and one.answers[0] == one.answers[1]]
             self.num_same += len(same)
@@ -112,7 +110,7 @@ def open_preferences(config: Config, *, paired: bool) -> PreferenceData:
         train, held_out = _split(train, config)
         if held_out:
             notes.append(f"{len(held_out)} rows are held out, with all rows of their prompts")
-    _check_labels(train, config)
+    _check_labels(train, config, reading)
     return PreferenceData(
         train=train,
         held_out=held_out[: config.eval_samples] if config.eval_fraction is None else held_out,
@@ -123,13 +121,16 @@ def open_preferences(config: Config, *, paired: bool) -> PreferenceData:
     )
 
 
-def _check_labels(train: Sequence[Preference], config: Config) -> None:
+def _check_labels(train: Sequence[Preference], config: Config, reading: _Reading) -> None:
     labels = {one.is_desirable for one in train}
     if None not in labels and len(labels) == 1:
         kind = "desirable" if labels == {True} else "undesirable"
+        bad = ""
+        if reading.first_error is not None:
+            bad = f" {len(reading.skipped):,} rows cannot be read, the first: {reading.first_error.message}"
         raise UserError(
             f"Every answer of {config.dataset} is {kind}.",
-            why="kto learns from the difference between desirable and undesirable answers.",
+            why=f"kto learns from the difference between desirable and undesirable answers.{bad}",
             do="add rows with the other label"
             + ("; or train on the answers with --recipe sft" if True in labels else ""),
         )
@@ -171,7 +172,15 @@ class PreferenceCorpus:
     """The first row of each preference in the corpus."""
     num_too_long: int = 0
     num_cut: int = 0
-    """Answers that lose their end."""
+    """Preferences with a truncated answer."""
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """The statistics of the answers, with preferences that are cut or dropped instead of examples."""
+        sides = [np.arange(len(one.answers)) for one in self.preferences]
+        places = np.concatenate([first + side for first, side in zip(self.first, sides, strict=True)])
+        counts = {"cut_examples": self.num_cut, "dropped_examples": self.num_too_long}
+        return self.corpus.part(places).stats | counts | {"over_context": sum(counts.values())}
 
     def __len__(self) -> int:
         return len(self.preferences)
@@ -205,8 +214,10 @@ def tokenize(
     name: str,
     model_limit: int | None,
     progress: OnProgress | None = None,
+    ways: Sequence[str] = ("cut", "drop"),
 ) -> PreferenceCorpus:
-    """Tokenize preferences. One with an answer that does not fit the context is dropped with --truncation drop."""
+    """Tokenize preferences. One with an answer that does not fit the context with its prompt is an error with --truncation
+    error, and dropped with --truncation drop. `ways` are the values of --truncation that errors name."""
     rows = [row for one in found for row in one.conversations()]
     corpus = open_corpus(
         Source(name=name, parts=(RowsPart(name=name, loaded=rows),), form="messages"),
@@ -215,16 +226,29 @@ def tokenize(
         whole=False,
         context_length=config.context_length,
         truncation=config.truncation,
-        model_limit=model_limit,
         progress=progress,
+        model_limit=model_limit,
+        cut_long=True,
+        ways=ways,
     )
-    fits = set(corpus.rows()[corpus.num_supervised > 0].tolist())
-    place_of = {row: place for place, row in enumerate(corpus.rows().tolist())}
-    kept, first, row = list[Preference](), list[int](), 0
-    for one in found:
+    owners = [place for place, one in enumerate(found) for _ in one.answers]
+    lengths, numbers = corpus.full_lengths(), corpus.rows()
+    long = {owners[row] for row in numbers[lengths > corpus.limit].tolist()}
+    if long and config.truncation == "error":
+        longest = int(lengths.argmax())
+        raise UserError(
+            f"{len(long)} of {len(found)} rows of {name} have an answer that is longer, with its prompt, than the context of "
+            f"{corpus.limit} tokens.",
+            why=f"the longest, {found[owners[int(numbers[longest])]].place}, has {int(lengths[longest])} tokens.",
+            do=how_to_fit(int(lengths[longest]), model_limit, ways=ways),
+        )
+    fits = set(numbers[corpus.num_supervised > 0].tolist())
+    place_of = {row: place for place, row in enumerate(numbers.tolist())}
+    kept, first, row = list[int](), list[int](), 0
+    for place, one in enumerate(found):
         answers = range(row, row + len(one.answers))
         if all(answer in fits for answer in answers):
-            kept.append(one)
+            kept.append(place)
             first.append(place_of[row])
         row += len(one.answers)
     if not kept:
@@ -234,8 +258,8 @@ def tokenize(
         )
     return PreferenceCorpus(
         corpus=corpus,
-        preferences=kept,
+        preferences=[found[place] for place in kept],
         first=np.array(first, dtype=np.int64),
         num_too_long=len(found) - len(kept),
-        num_cut=int((corpus.full_lengths() > corpus.limit).sum()),
+        num_cut=len(long.intersection(kept)),
     )

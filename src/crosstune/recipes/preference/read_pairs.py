@@ -66,7 +66,7 @@ def read_preferences(row: Row, *, paired: bool, place: str = "") -> list[Prefere
         for side in ("chosen", "rejected"):
             if found.get(side) in (None, "", [], {}):
                 raise UserError(f"The {side} answer is missing.", do=_SHAPES)
-        prompt, chosen, rejected = _pair(found)
+        prompt, chosen, rejected = _pair(found, why=_why_no_prompt(row))
         if paired:
             return [Preference(prompt=prompt, answers=(chosen, rejected), tools=tools, place=place)]
         return [
@@ -82,7 +82,7 @@ def read_preferences(row: Row, *, paired: bool, place: str = "") -> list[Prefere
             else _SHAPES,
         )
     label = _read_label(found["label"])
-    prompt, answer = _single(found)
+    prompt, answer = _single(found, why=_why_no_prompt(row))
     return [Preference(prompt=prompt, answers=(answer,), is_desirable=label, tools=tools, place=place)]
 
 
@@ -91,7 +91,7 @@ def read_answer(row: Row) -> Preference | None:
     found = _named(row)
     if "prompt" not in found or ("completion" not in found and isinstance(found["prompt"], str)):
         return None
-    prompt, answer = _single(found)
+    prompt, answer = _single(found, why=_why_no_prompt(row))
     return Preference(prompt=prompt, answers=(answer,), tools=tools_of(row))
 
 
@@ -105,7 +105,14 @@ def _named(row: Row) -> dict[str, Any]:
     return found
 
 
-def _pair(found: Mapping[str, Any]) -> tuple[list[Turn], list[Turn], list[Turn]]:
+def _why_no_prompt(row: Row) -> str:
+    name = next((each for each in ("prompt", *ALIASES["prompt"]) if each in row), None)
+    if name is None:
+        return "there is no column prompt"
+    return f"its column {name} is {'null' if row[name] is None else 'empty'}"
+
+
+def _pair(found: Mapping[str, Any], *, why: str) -> tuple[list[Turn], list[Turn], list[Turn]]:
     chosen, rejected = _turns(found["chosen"], "chosen"), _turns(found["rejected"], "rejected")
     prompt = _prompt(found)
     if not prompt:
@@ -118,7 +125,7 @@ def _pair(found: Mapping[str, Any]) -> tuple[list[Turn], list[Turn], list[Turn]]
         if not prompt or chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
             raise UserError(
                 "The row has no prompt.",
-                why="there is no column prompt, and the two conversations have no question in common.",
+                why=f"{why}, and the two conversations have no question in common.",
                 do=_SHAPES,
             )
     else:
@@ -128,21 +135,21 @@ def _pair(found: Mapping[str, Any]) -> tuple[list[Turn], list[Turn], list[Turn]]
     return prompt, chosen, rejected
 
 
-def _single(found: Mapping[str, Any]) -> tuple[list[Turn], list[Turn]]:
+def _single(found: Mapping[str, Any], *, why: str) -> tuple[list[Turn], list[Turn]]:
     prompt = _prompt(found)
     if "completion" in found:
         answer = _after(prompt, _turns(found["completion"], "completion"))
     else:  # a conversation that ends with the answer
         prompt, answer = prompt[:-1], prompt[-1:]
     if not prompt:
-        raise UserError("The row has no prompt.", do=_SHAPES)
+        raise UserError("The row has no prompt.", why=f"{why}.", do=_SHAPES)
     _check(prompt, answer)
     return prompt, answer
 
 
 def _prompt(found: Mapping[str, Any]) -> list[Turn]:
     value = found.get("prompt")
-    if value in (None, "", []):
+    if value in (None, []) or (isinstance(value, str) and not value.strip()):
         turns: list[Turn] = []
     elif isinstance(value, str) and not value.lstrip().startswith("["):
         more = found.get("input")

@@ -17,6 +17,7 @@ from crosstune.config.conditions import KTO, is_precomputed, parse_losses
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing, Warned
+from crosstune.core.intervals import wilson
 from crosstune.core.protocols import Backward, Evaluation, Generates, Metrics, Sample, Session, Task
 from crosstune.core.weights import averaged
 from crosstune.data.batches.forked import Fork
@@ -34,7 +35,7 @@ from crosstune.recipes.preference.losses import (
     PreferenceLoss,
     Settings,
 )
-from crosstune.recipes.preference.metrics import ACCURACY, ANSWER_LENGTH, wilson
+from crosstune.recipes.preference.metrics import ACCURACY, ANSWER_LENGTH
 from crosstune.recipes.preference.open_pairs import PreferenceCorpus, open_preferences, prompt_key, tokenize
 from crosstune.recipes.preference.reference import (
     model_identity,
@@ -44,8 +45,8 @@ from crosstune.recipes.preference.reference import (
 from crosstune.recipes.preference.verdicts import Verdicts, reach_of
 from crosstune.recipes.sft import TokenRecipe, open_tokenizer, reporting, write_tokenizer
 
-_BATCHES_PER_SAVE, _MOST_SAVES = 16, 50
-"""Batches of the reference between two saves, at least, and the number of saves, at most about."""
+_BATCHES_PER_SAVE, _MAX_SAVES = 16, 50
+"""Minimum number of batches of the reference between two saves, and about the maximum number of saves."""
 _STAGE = "reference"
 
 
@@ -87,7 +88,7 @@ class PreferenceRecipe(TokenRecipe):
         self.held_out = self._tokenize(self.data.held_out, "held-out") if self.data.held_out else None
         self.corpus = self.train.corpus
         self._reference: Mapping[str, Floats] = {}
-        """The reference's log probabilities by split, if they are computed before the training."""
+        """The reference's log probabilities by split, if they are computed before training."""
         if config.packing:
             capacity = max(
                 self.corpus.limit, int(self._lengths.max())
@@ -117,7 +118,7 @@ class PreferenceRecipe(TokenRecipe):
     def prepare_session(
         self, session: Session, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
     ) -> None:
-        """Read or compute the reference, and check that the model equals it before the training."""
+        """Read or compute the reference, and check that the model equals it before training."""
         self._verdicts.reach = reach_of(session.trained_shapes(), num_layers=self._num_layers)
         if not self.loss.needs_reference:
             return
@@ -129,7 +130,7 @@ class PreferenceRecipe(TokenRecipe):
     def _open_reference(
         self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
     ) -> None:
-        """Set the reference's log probabilities of all answers: read from the run, or computed now as far as they are missing."""
+        """Set the reference's log probabilities of all answers: read them from the run, and compute the missing values."""
         found = {"train": self.train, "held_out": self.held_out}
         parts = {name: part for name, part in found.items() if part is not None}
         record, path = session.task.base_record(), (earlier or folder) / REFERENCE
@@ -151,7 +152,7 @@ class PreferenceRecipe(TokenRecipe):
             if np.isnan(stored[name][start : start + size]).any()
         ]
 
-        several = max(_BATCHES_PER_SAVE, -(-len(missing) // _MOST_SAVES))
+        several = max(_BATCHES_PER_SAVE, -(-len(missing) // _MAX_SAVES))
         for first in range(0, len(missing), several):
             places = missing[first : first + several]
             batches = (self._batch(parts[name], [[at] for at in place]) for name, place in places)
@@ -269,22 +270,25 @@ class PreferenceRecipe(TokenRecipe):
         """Return the data report for the screen, plan.json and the HTML page."""
         form = "pairs" if self.loss.is_paired else "answers with labels"
         described = self.describe_rows(form=f"preference: {form}", identity=self.identity())
+        described["train"] |= self.train.stats
+        rows = account(self.data, self.train, self.held_out)
         described |= {
             form.split()[0]: len(self.train),
-            "rows": account(self.data, self.train, self.held_out),
+            "rows": rows,
             "sides": describe_answers(self.train),
         }
         if self.held_out is not None:
-            described["eval"] = self.held_out.corpus.stats
+            described["eval"] = self.held_out.stats
         own = pair_warnings(
-            self.data, self.train, self.held_out, answers=described["sides"], losses=self.loss.weights
+            rows, self.train, self.held_out, answers=described["sides"], losses=self.loss.weights
         )
         stats = {
             **described["train"],
             "cut_examples": 0,
+            "dropped_examples": 0,
             "duplicates": 0,
         }  # the pairs have their own warnings
-        warnings = [*warnings_of(stats, num_shared=0), *own]
+        warnings = [*warnings_of(stats), *own]
         return described | {k: v for k, v in (("notes", list(self.data.notes)), ("warnings", warnings)) if v}
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:

@@ -34,7 +34,7 @@ def model_identity(config: Config, base: Mapping[str, Any]) -> str:
 def write_reference(
     path: Path, found: Mapping[str, Array], identities: Mapping[str, str], *, made: str
 ) -> None:
-    """Write the log probabilities with hashes: of the data and the model, of themselves, and of how they were computed."""
+    """Write the log probabilities with hashes: of the data, the model, the values, and the way they were computed."""
     arrays: dict[str, Array] = {_MADE: _letters(made)}
     for name, values in found.items():
         arrays[name] = np.ascontiguousarray(values, np.float32)

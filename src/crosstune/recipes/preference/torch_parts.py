@@ -44,7 +44,7 @@ class PreferenceLM(CausalLM):
         self._reference: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def keep_reference(self, model: nn.Module, trained: Mapping[str, torch.nn.Parameter]) -> None:
-        """Keep the weights from before the training: with them, the model is the reference."""
+        """Keep the initial weights: with them, the model is the reference."""
         self._reference = [
             (parameter, local_part(parameter.detach()).clone()) for parameter in trained.values()
         ]
@@ -52,7 +52,7 @@ class PreferenceLM(CausalLM):
             self.shares_prompts = can_share_prompts(model, device=self.context.device)
 
     def forget_reference(self) -> None:
-        """Free the weights from before the training, of which all log probabilities are known."""
+        """Free the initial weights, when all log probabilities of the reference are known."""
         self._reference = []
 
     def arrays(self, batch: PreferenceBatch) -> Mapping[str, Array]:  # type: ignore[override]
@@ -116,7 +116,7 @@ class PreferenceLM(CausalLM):
     @contextlib.contextmanager
     def _as_reference(self, model: Any) -> Iterator[None]:
         """Turn the model into the reference in the `with` block, without gradients and dropout."""
-        assert self._reference, "the weights from before the training are kept"
+        assert self._reference, "the initial weights are kept"
         with evaluating(model), torch.no_grad():
             trained = [local_part(parameter.detach()).clone() for parameter, _ in self._reference]
             self._put(model, [before for _, before in self._reference])

@@ -1,4 +1,4 @@
-"""Recognize preference training that goes wrong from its metrics: a sentence for each problem, with what to do."""
+"""Recognize problems of preference training from its metrics: a sentence with advice for each problem."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from crosstune.core.intervals import wilson
 from crosstune.core.protocols import Metrics
 from crosstune.recipes.preference.data_report import length_advice
-from crosstune.recipes.preference.metrics import ACCURACY, ANSWER_LENGTH, wilson
+from crosstune.recipes.preference.metrics import ACCURACY, ANSWER_LENGTH
 
 BROKEN = 0.5
 """Nats per token that the chosen answers may lose before the model counts as broken: 1.65 times the perplexity."""
 FALLEN = 0.03
-"""Nats per token that the chosen answers may lose without a remark."""
+"""Nats per token that the chosen answers may lose without a warning."""
 GROWN = 1.5
-"""Longer generated answers than this multiple are remarked on, if they grew by at least `GROWN_TOKENS` too."""
+"""Warn if generated answers are longer by this factor, and by at least `GROWN_TOKENS`."""
 GROWN_TOKENS = 8
 EARLY_PAIRS = 32
 """Pairs in a row, right after the first step, that are not all ranked correctly by chance."""
@@ -25,8 +26,8 @@ EARLY_FRACTION = 0.1
 GAP = 0.15
 """Fraction of correctly ranked pairs by which training may exceed the upper end of the held-out interval."""
 RECENT_STEPS = 20
-FEWEST_PAIRS = 10
-"""Fewer held-out pairs have no accuracy worth a remark."""
+MIN_PAIRS = 10
+"""With fewer held-out pairs, the accuracy gives no warning."""
 FEW_LAYERS = 0.5
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -69,7 +70,7 @@ class Verdicts:
         return found
 
     def observe_evaluation(self, evaluations: Mapping[int, Metrics]) -> dict[str, str]:
-        """Compare the last evaluation with the evaluation before the training."""
+        """Compare the last evaluation with the evaluation before training."""
         first, last = evaluations[min(evaluations)], evaluations[max(evaluations)]
         if len(evaluations) < 2:
             return {"few layers": self.reach} if self.reach else {}
@@ -87,7 +88,7 @@ class Verdicts:
 
     def _no_gain(self, last: Metrics) -> str:
         accuracies = [one[ACCURACY] for one in self._recent if math.isfinite(one.get(ACCURACY, math.nan))]
-        if len(accuracies) < 3 or self.num_held_out < FEWEST_PAIRS:
+        if len(accuracies) < 3 or self.num_held_out < MIN_PAIRS:
             return ""
         trained, held_out = sum(accuracies) / len(accuracies), last[ACCURACY]
         low, high = wilson(held_out, self.num_held_out)
@@ -126,7 +127,7 @@ def _answers_grow(first: Metrics, last: Metrics, *, advice: str) -> str:
     if not after > max(GROWN * before, before + GROWN_TOKENS):
         return ""
     return (
-        f"answers grow: {before:.0f} tokens on average before the training and {after:.0f} now; if length is not the aim, "
+        f"answers grow: {before:.0f} tokens on average before training and {after:.0f} now; if length is not the aim, "
         f"{advice}"
     )
 

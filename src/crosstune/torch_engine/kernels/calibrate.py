@@ -27,7 +27,7 @@ _DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftOut:
+class Fp8Exclusions:
     """The groups excluded from fp8, and the divergence with and without them in fp8."""
 
     names: tuple[str, ...] = ()
@@ -37,12 +37,14 @@ class LeftOut:
     after: float = 0.0
 
 
-def leave_out_of_fp8(decoder: FastDecoder, *, folder: Path | None, tolerance: float, seed: int) -> LeftOut:
+def choose_fp8_exclusions(
+    decoder: FastDecoder, *, folder: Path | None, tolerance: float, seed: int
+) -> Fp8Exclusions:
     """Exclude the groups with the largest contributions from fp8 until the rest are within the tolerance, in nats per token; 0
     excludes none. Excluded groups get back their weights from `folder`, if it has them, and use dense matmul."""
     groups = {name: stacked for name, stacked in decoder.groups().items() if stacked.in_fp8}
     if not groups or not tolerance:
-        return LeftOut()
+        return Fp8Exclusions()
     originals = Originals(decoder.model, dtype=decoder.dtype, device=decoder.device, folder=folder)
     shares = measure_shares(decoder, groups, originals, write_text(decoder, seed=seed))
     before = after = sum(shares.values())
@@ -57,10 +59,10 @@ def leave_out_of_fp8(decoder: FastDecoder, *, folder: Path | None, tolerance: fl
             originals.put_back(base)
     if chosen:
         decoder.exclude_from_fp8(chosen)
-    return LeftOut(names=tuple(chosen), kept=tuple(sorted(originals.put)), before=before, after=after)
+    return Fp8Exclusions(names=tuple(chosen), kept=tuple(sorted(originals.put)), before=before, after=after)
 
 
-def put_back_layers(
+def restore_dense_layers(
     model: nn.Module, names: Sequence[str], *, dtype: torch.dtype, device: torch.device, folder: Path | None
 ) -> None:
     """Restore the original weights of these quantized layers, as chosen by another process."""
@@ -80,7 +82,7 @@ def write_text(decoder: FastDecoder, *, seed: int) -> torch.Tensor:
     ids = torch.zeros(NUM_ROWS, length, dtype=torch.long)
     ids[:, 0] = torch.randint(0, decoder.model.config.vocab_size, (NUM_ROWS,), generator=draw)
     for place in range(1, length):
-        # Later tokens do not affect earlier ones, and one shape needs no second choice of kernels.
+        # Later tokens do not affect earlier tokens, and with one shape, kernels are chosen once.
         hidden = decoder.hidden(ids.to(decoder.device)).view(NUM_ROWS, length, -1)[:, place - 1]
         chances = decoder.logits(hidden).float().softmax(dim=-1).cpu()
         if not bool(chances.isfinite().all()):  # the first step reports it

@@ -1,4 +1,4 @@
-"""Choose between the fast layers and the layers of transformers, which matmuls use fp8, and what is recomputed."""
+"""Choose between the fast layers and the layers of transformers, fp8 and dense matmuls, and the recomputation of each layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from crosstune.estimate.fast_layers import (
 from crosstune.estimate.memory import fast_working_bytes
 from crosstune.process.ranks import Group
 from crosstune.torch_engine.device import Precision
-from crosstune.torch_engine.kernels.calibrate import LeftOut, leave_out_of_fp8, put_back_layers
+from crosstune.torch_engine.kernels.calibrate import (
+    Fp8Exclusions,
+    choose_fp8_exclusions,
+    restore_dense_layers,
+)
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.fp8_weights import why_no_fp8
 from crosstune.torch_engine.kernels.operations import has_triton
@@ -51,13 +55,13 @@ def open_decoder(
     dtype = precision.autocast or precision.weights
     wants_fp8 = plan.config.base_precision == "fp8" or plan.quantizer == "fp8"
     refused = why_no_fp8(device, dtype) if wants_fp8 and reason is None else None
-    base, left_out = decide_base(plan), LeftOut()
+    base, left_out = decide_base(plan), Fp8Exclusions()
     undecided = wants_fp8 and (base is None or base.outside_fp8 is None)
     is_first = group is None or group.ranks.first
     if undecided and not is_first:
         base = share_base(base, group)
         kept = base.kept if base is not None else ()
-        put_back_layers(model, kept, dtype=dtype, device=device, folder=folder)
+        restore_dense_layers(model, kept, dtype=dtype, device=device, folder=folder)
     decoder = None
     if reason is None:
         in_fp8 = wants_fp8 and refused is None
@@ -70,7 +74,7 @@ def open_decoder(
             )
     if undecided and is_first:
         if decoder is not None and refused is None:
-            left_out = leave_out_of_fp8(
+            left_out = choose_fp8_exclusions(
                 decoder,
                 # A resumed run keeps the weights of its base.
                 folder=folder if plan.base is None else None,
@@ -97,7 +101,7 @@ def share_base(base: BaseChoice | None, group: Group | None) -> BaseChoice | Non
     """Return the choice of the group's rank 0."""
     if group is None:
         return base
-    fields = json.loads(group.share(json.dumps(asdict(base) if base is not None else None)))
+    fields = json.loads(group.broadcast(json.dumps(asdict(base) if base is not None else None)))
     lists = {name: tuple(value) for name, value in (fields or {}).items() if isinstance(value, list)}
     return BaseChoice(**fields | lists) if fields is not None else None
 
@@ -154,7 +158,8 @@ def describe_general(reason: str | None) -> list[str]:
 
 
 def choose_recomputation(decoder: FastDecoder, plan: Plan) -> list[Recompute] | Recompute:
-    """Return what each layer recomputes: everything with --use_gradient_checkpointing, otherwise as the memory of a GPU requires."""
+    """Return the recomputation of each layer: everything with --use_gradient_checkpointing, otherwise as the memory of a
+    GPU requires."""
     config, fitted = plan.config, plan.fitted
     if config.use_gradient_checkpointing:
         return "full"
@@ -197,7 +202,7 @@ def describe_layer(decoder: FastDecoder, *, length: int) -> FastLayer:
     )
 
 
-def describe_decoder(decoder: FastDecoder, *, refused: str | None, left_out: LeftOut) -> list[str]:
+def describe_decoder(decoder: FastDecoder, *, refused: str | None, left_out: Fp8Exclusions) -> list[str]:
     """Return notes about fp8 and recomputation."""
     notes = []
     if refused is not None:

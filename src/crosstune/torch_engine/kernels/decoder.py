@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from crosstune.torch_engine.kernels.operations import Heads, Norm, Operations, h
 from crosstune.torch_engine.kernels.stacked import Publishing, Stacked
 
 Layer = tuple[AttentionHalf, MLPHalf]
+Tables = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""Rotary cosines and sines by kind of table."""
 _WINDOW_IN_CONFIG = ("mistral", "phi3")
 """Families whose layers read their window from the config; in others a layer has it, or there is none."""
 
@@ -43,15 +46,16 @@ class FastDecoder:
         operations: Operations | None = None,
         fp8: bool = False,
         outside_fp8: Collection[str] = (),
+        copies: bool = False,
     ) -> None:
         """Build the layers. With `fp8`, matmuls with a quantized base are computed in fp8, except in the groups
-        `outside_fp8`."""
+        `outside_fp8`. With `copies`, the dense weights are copied and the model's stay as they are."""
         self.model, self.inner, self.dtype = model, model.model, dtype
         self.device = self.inner.embed_tokens.weight.device
         self.operations = operations if operations is not None else choose_operations(self.device)
         self.scratch = Scratch(dtype=dtype, device=self.device)
         self.fp8_scratch = Scratch(dtype=torch.float8_e4m3fn, device=self.device) if fp8 else None
-        self.outside_fp8 = outside_fp8
+        self.outside_fp8, self.copies = outside_fp8, copies
         self.layers = [self._build(layer, index) for index, layer in enumerate(self.inner.layers)]
         self._publishing = Publishing(list(self.groups().values()))
         self.set_recomputation(recompute)
@@ -78,7 +82,7 @@ class FastDecoder:
     ) -> torch.Tensor:
         """Return the normalized hidden states of all tokens, or of the tokens `rows` (indices over all rows). Tokens attend
         within the documents of `positions` and `bounds`, or of `forks`."""
-        self._publishing.publish()
+        self.publish()
         count, length = input_ids.shape
         documents = Documents(count, length, positions, bounds, forks)
         with torch.autocast(self.device.type, enabled=False):
@@ -86,35 +90,61 @@ class FastDecoder:
             given = Pass(
                 operations=self.operations,
                 documents=documents,
-                tables=self._tables(positions, length),
+                tables=self.tables(positions, length),
                 room=max(group.below for half in self.layers for group in (half[0].out, half[1].down)),
             )
             for layer, recompute in zip(self.layers, self.recompute, strict=True):
                 stream = self._run(layer, stream, given, recompute)
             return add_and_normalize(stream, self.norm, given, rows)
 
+    def hidden_with_cache(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        tables: Tables,
+        attend: Callable[[int, AttentionHalf, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return hidden states as `hidden` does, with the adapters as last published and without a backward pass. `attend` gets
+        the number of the layer, its half, and queries, keys and values."""
+        count, length = input_ids.shape
+        documents = Documents(count, length)
+        with torch.autocast(self.device.type, enabled=False):
+            stream: Stream = (self.inner.embed_tokens(input_ids).flatten(0, 1), None)
+            given = Pass(operations=self.operations, documents=documents, tables=tables)
+            for index, (attention, mlp) in enumerate(self.layers):
+                cached = partial(attend, index, attention)
+                stream = run_attention(stream, attention, given, keep=True, cached=cached)
+                stream = run_mlp(stream, mlp, given, keep=True)
+            return add_and_normalize(stream, self.norm, given, rows)
+
+    def publish(self) -> None:
+        """Copy the current adapters into the compute dtype."""
+        self._publishing.publish()
+
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the summed cross entropy of normalized hidden states."""
         with torch.autocast(self.device.type, enabled=False):
-            return head_loss(hidden, self._head(), targets, self.operations)
+            return head_loss(hidden, self.head(), targets, self.operations)
 
     def token_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cross entropy and the entropy of each token."""
         with torch.autocast(self.device.type, enabled=False):
-            return head_token_losses(hidden, self._head(), targets, self.operations)
+            return head_token_losses(hidden, self.head(), targets, self.operations)
 
     def loss_and_errors(
         self, hidden: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss for an evaluation, and which targets do not have the largest logit."""
         with torch.autocast(self.device.type, enabled=False):
-            return head_errors(hidden, self._head(), targets, self.operations)
+            return head_errors(hidden, self.head(), targets, self.operations)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         with torch.autocast(self.device.type, enabled=False):
-            return hidden.to(self.dtype) @ self._head().t()
+            return hidden.to(self.dtype) @ self.head().t()
 
-    def _head(self) -> torch.Tensor:
+    def head(self) -> torch.Tensor:
+        """Return the output matrix in the compute dtype."""
         weight: torch.Tensor = self.model.get_output_embeddings().weight
         return weight.detach().to(self.dtype)
 
@@ -154,9 +184,7 @@ class FastDecoder:
             return found
         return _run_layer(stream, layer, given, recompute == "none")
 
-    def _tables(
-        self, positions: torch.Tensor | None, length: int
-    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def tables(self, positions: torch.Tensor | None, length: int) -> Tables:
         """Return the model's rotary cosines and sines in fp32, with a column for each rotated pair."""
         if positions is None:
             positions = torch.arange(length, device=self.device)[None]
@@ -221,6 +249,7 @@ class FastDecoder:
             scratch=self.scratch,
             may_extend=own_input,
             fp8=self.fp8_scratch if in_fp8 else None,
+            copies=self.copies,
         )
 
 

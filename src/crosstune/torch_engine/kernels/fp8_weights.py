@@ -174,8 +174,7 @@ def fp8_weights(
     scratch: Scratch,
     packed_scratch: Scratch,
 ) -> Fp8Weights | ComputedInFp8:
-    """Return the fp8 form of a group's quantized weights, with room for `columns` of adapters if its matmuls can include
-    them."""
+    """Return the fp8 form of a group's quantized weights, with room for `columns` of adapters if its matmuls can include them."""
     if all(base.stored.quantizer == "fp8" for base in bases):
         device = bases[0].stored.packed.device
         in_products = device.type == "cuda" and has_triton()

@@ -1,8 +1,8 @@
 """Hold the frozen weights of linear layers that share an input as one matrix: dense, or quantized and dequantized at each use.
 
 All forms, including fp8, have `num_outputs`, `num_inputs`, `product` (inputs @ W.T), `input_gradient` (gradient @ W) and
-`row_scales`, None unless gradients are quantized. Forms with dense matmuls also have the `matrix`, alone, `with_columns` on the
-right or `with_rows` below.
+`row_scales`, None unless gradients are quantized. Forms with dense matmuls also have the `matrix`, `with_columns` on the
+right and `with_rows` below.
 """
 
 from __future__ import annotations
@@ -39,20 +39,29 @@ class _DenseMatmul:
 
 
 class DenseWeights(_DenseMatmul):
-    """Dense weights, stacked once; the layers keep views of their rows. The caller fills the `columns` on the right and the
-    `rows` below."""
+    """Dense weights, stacked once; the layers keep views of their rows, unless other weights are given as `copies`. The caller
+    fills the `columns` on the right and the `rows` below."""
 
-    def __init__(self, bases: Sequence[Any], *, dtype: torch.dtype, right: int = 0, below: int = 0) -> None:
+    def __init__(
+        self,
+        bases: Sequence[Any],
+        *,
+        dtype: torch.dtype,
+        right: int = 0,
+        below: int = 0,
+        copies: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         super().__init__(bases)
         if len(bases) == 1 and not right and not below and bases[0].weight.dtype == dtype:
-            self._matrix = bases[0].weight.detach()
+            self._matrix = bases[0].weight.detach() if copies is None else copies[0]
         else:
             size = (self.num_outputs + below, self.num_inputs + right)
             self._matrix = torch.zeros(size, dtype=dtype, device=bases[0].weight.device)
-            for base, rows in each_rows(bases):
+            for number, (base, rows) in enumerate(each_rows(bases)):
                 place = self._matrix[rows, : self.num_inputs]
-                place.copy_(base.weight.detach())
-                base.weight.data = place
+                place.copy_(base.weight.detach() if copies is None else copies[number])
+                if copies is None:
+                    base.weight.data = place
         self.columns = self._matrix[: self.num_outputs, self.num_inputs :]
         self.rows = self._matrix[self.num_outputs :, : self.num_inputs]
 

@@ -6,6 +6,7 @@ kernel of its norm.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from crosstune.torch_engine.kernels.stacked import Stacked, rows_with_room
 
 Stream = tuple[torch.Tensor, torch.Tensor | None]
 """The residual stream, tokens x width, and the output to be added to it."""
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention over queries, keys and values of rows x length x heads x size, in that layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +79,16 @@ class Pass:
         return rows_with_room(num_rows, width, self.room, dtype=total.dtype, device=total.device)
 
 
-def run_attention(stream: Stream, half: AttentionHalf, given: Pass, *, keep: bool) -> Stream:
-    """Apply attention. `keep` saves the normalized inputs for the backward pass; otherwise they are rebuilt."""
+def run_attention(
+    stream: Stream, half: AttentionHalf, given: Pass, *, keep: bool, cached: Attend | None = None
+) -> Stream:
+    """Apply attention. `keep` saves the normalized inputs for the backward pass; otherwise they are rebuilt. `cached` replaces
+    the attention within the documents."""
     total, q, k, v = _AttentionInput.apply(*stream, half, given, keep, *half.qkv.parameters)
-    attended = attend(q, k, v, documents=given.documents, scale=half.scale, window=half.window)
+    if cached is not None:
+        attended = cached(q, k, v)
+    else:
+        attended = attend(q, k, v, documents=given.documents, scale=half.scale, window=half.window)
     added: torch.Tensor = _AttentionOutput.apply(attended, half, given.operations, *half.out.parameters)
     return total, added
 
@@ -312,7 +321,7 @@ def _rebuild_norm(
     """Return the kept inputs of a matmul, or rebuild them from the stream."""
     if buffer is None:
         buffer = stacked.make_input(len(total))
-        operations.rms_norm_again(total, rstd, norm, stacked.inputs_in(buffer))
+        operations.rebuild_rms_norm(total, rstd, norm, stacked.inputs_in(buffer))
     return buffer
 
 

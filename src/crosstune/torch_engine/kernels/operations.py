@@ -9,8 +9,9 @@ from types import ModuleType
 import torch
 
 NUM_PARTS = 3
-"""Columns of an fp8 matmul for one column of an adapter: each number is a sum of two e4m3 parts, and three terms of the
-product of two such sums matter."""
+"""Columns of an fp8 matmul for one column of an adapter: each number is a sum of two e4m3 parts, and multiplying two such
+sums gives three relevant terms.
+"""
 LINES_IN_TILE = 32
 """Lines of an adapter that one program of a kernel writes."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from crosstune.estimate.fast_layers import MOST_COLUMNS, adapter_columns
+from crosstune.estimate.fast_layers import MAX_COLUMNS, adapter_columns
 from crosstune.torch_engine.kernels.fp8_weights import (
     Fp8Adapter,
     Fp8Adapters,
@@ -59,8 +59,10 @@ class Stacked:
         scratch: Scratch,
         may_extend: bool,
         fp8: Scratch | None = None,
+        copies: bool = False,
     ) -> None:
-        """Stack layers. With `fp8`, a buffer for e4m3 weights, quantized layers use fp8 matmul."""
+        """Stack layers. With `fp8`, a buffer for e4m3 weights, quantized layers use fp8 matmul. With `copies`, the layers keep
+        their own dense weights, and adapters are merged into copies in fp32, as they are now."""
         bases: list[Any] = [layer.base if isinstance(layer, AdaptedLinear) else layer for layer in layers]
         self.bases = bases
         self.watch: Any = None
@@ -68,24 +70,30 @@ class Stacked:
         self.fp8_factors: tuple[torch.Tensor, ...] = ()
         """Factors of the columns of x A and of its gradient in fp8 matmuls."""
         self.dtype = dtype
-        self.adapters = _place_adapters(layers)
+        all_dense = all(is_dense(base) for base in bases)
+        merges = copies and all_dense and dtype == torch.float32
+        self.adapters = _place_adapters([] if merges else layers)
         self.num_inputs = linear_shape(bases[0])[1]
         used = self.adapters[-1].columns.stop if self.adapters else 0
         self.device = weight_device(bases[0])
         self.extra = adapter_columns(used, on_gpu=self.device.type != "cpu")
         in_fp8 = fp8 is not None and not any(is_dense(base) for base in bases) and fits_fp8(bases)
-        self.below = self.extra if not in_fp8 and self.extra <= MOST_COLUMNS else 0
+        self.below = self.extra if not in_fp8 and self.extra <= MAX_COLUMNS else 0
         """The rows of A below W."""
         self.extended = may_extend and self.below > 0
         room = {"right": self.extra if self.extended else 0, "below": self.below}
         self.weights: Any
         if fp8 is not None and in_fp8:
-            columns = used if self.extra <= MOST_COLUMNS else 0
+            columns = used if self.extra <= MAX_COLUMNS else 0
             self.weights = fp8_weights(
                 bases, dtype=dtype, columns=columns, scratch=scratch, packed_scratch=fp8
             )
-        elif all(is_dense(base) for base in bases):
-            self.weights = DenseWeights(bases, dtype=dtype, **room)
+        elif all_dense:
+            copied = [
+                layer.merged() if merges and isinstance(layer, AdaptedLinear) else base.weight.detach()
+                for layer, base in zip(layers, bases, strict=True)
+            ]
+            self.weights = DenseWeights(bases, dtype=dtype, **room, copies=copied if copies else None)
         else:
             self.weights = QuantizedWeights(bases, scratch=scratch, **room)
         self.bias = stack_biases(bases, dtype=dtype)
@@ -140,7 +148,7 @@ class Stacked:
         )
 
     def forward(self, inputs: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the outputs and x A. `inputs` holds a whole buffer of `make_input`."""
+        """Return the outputs and x A. `inputs` is a whole buffer of `make_input`."""
         low = self.low(inputs.values)
         if self.extended:
             matrix = self.weights.with_columns(self._b_columns)
@@ -216,7 +224,7 @@ class Stacked:
         found = []
         all_a = (low_gradient.t() @ self.inputs_in(inputs)).to(self.adapters[0].a.dtype)
         # One matmul reads the gradient once; with many columns, multiplying other layers' columns costs too much.
-        all_b = gradient.t() @ low if self.extra <= MOST_COLUMNS else None
+        all_b = gradient.t() @ low if self.extra <= MAX_COLUMNS else None
         for adapter in self.adapters:
             if all_b is not None:
                 b = all_b[adapter.rows, adapter.columns]
@@ -228,7 +236,7 @@ class Stacked:
     def _place_b(self) -> torch.Tensor | None:
         """Return a matrix with all B and zeros between them: the extra columns of a dense matrix, or a separate one. None with
         many columns, where separate matmuls are faster."""
-        if not 0 < self.extra <= MOST_COLUMNS:
+        if not 0 < self.extra <= MAX_COLUMNS:
             return None
         if self.extended and isinstance(self.weights, DenseWeights):
             return self.weights.columns

@@ -50,7 +50,7 @@ def rms_norm(
     return total, rstd, _normalize(values, rstd, norm, out, quantize)
 
 
-def rms_norm_again(total: torch.Tensor, rstd: torch.Tensor, norm: Norm, out: torch.Tensor) -> torch.Tensor:
+def rebuild_rms_norm(total: torch.Tensor, rstd: torch.Tensor, norm: Norm, out: torch.Tensor) -> torch.Tensor:
     """Rebuild the normalized rows in `out`."""
     _normalize(_wide(total), rstd, norm, out, None)
     return out

@@ -1,11 +1,12 @@
 """Triton kernels that write adapters to the left of e4m3 matrices, so that one fp8 matmul multiplies both.
 
-Each number of an adapter is the sum of two e4m3 parts, together with the bits of bf16. Three terms of the product of two such sums
-matter: first x first, first x second, second x first. So one matrix gets the columns first, first, second, the other first,
-second, first. The columns share the scales of the rows next to them; a power of two for each column multiplies one side and
-divides the other, which keeps both in the range of e4m3.
+Each number of an adapter is the sum of two e4m3 parts, together with the bits of bf16. Multiplying two such sums gives
+three relevant terms: first x first, first x second, second x first. So one matrix gets the columns first, first, second,
+the other first, second, first. The columns share the scales of the rows next to them; a power of two for each column
+multiplies one side and divides the other, which keeps both in the range of e4m3.
 
-Adapters come first in the sums, since tensor cores add e4m3 products in few bits: they cut off a small term at the end of a sum.
+Adapters come first in the sums, since tensor cores add e4m3 products in few bits: they cut off a small term at the end of a
+sum.
 """
 
 import triton

@@ -31,7 +31,7 @@ def rms_norm(
 
 
 @triton.jit
-def rms_norm_again(total, rstd, weight, out, out_stride, offset, N: tl.constexpr, BLOCK: tl.constexpr):
+def rebuild_rms_norm(total, rstd, weight, out, out_stride, offset, N: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < N

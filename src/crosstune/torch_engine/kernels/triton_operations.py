@@ -61,8 +61,8 @@ def rms_norm(
     return total, rstd, rows
 
 
-def rms_norm_again(total: torch.Tensor, rstd: torch.Tensor, norm: Norm, out: torch.Tensor) -> torch.Tensor:
-    triton_norms.rms_norm_again[(len(total),)](
+def rebuild_rms_norm(total: torch.Tensor, rstd: torch.Tensor, norm: Norm, out: torch.Tensor) -> torch.Tensor:
+    triton_norms.rebuild_rms_norm[(len(total),)](
         total, rstd, norm.weight, out, out.stride(0), norm.offset, **_whole_row(total)
     )
     return out

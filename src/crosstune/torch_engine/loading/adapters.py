@@ -59,7 +59,7 @@ class AdaptedLinear(nn.Module):
         self.dropout = settings.dropout
         device = weight_device(base)
         self.start: tuple[Array, Array] | None = None
-        """The first A and B if the base was reduced by them."""
+        """The initial A and B if they were subtracted from the base."""
         if isinstance(base, QuantLinear) and base.stored.error_factors is not None:
             (a, b), base.stored.error_factors = base.stored.error_factors, None
         elif settings.start != "pissa":

@@ -21,7 +21,7 @@ WRITERS = frozenset({"o_proj", "out_proj", "c_proj", "dense", "down_proj", "fc2"
 
 @dataclass(frozen=True)
 class Expansion:
-    """Block `i` of the expanded model is block `sources[i]` of the base; `new` holds the added blocks."""
+    """Block `i` of the expanded model is block `sources[i]` of the base; `new` lists the added blocks."""
 
     sources: tuple[int, ...]
     new: frozenset[int]

@@ -27,9 +27,7 @@ def compile_blocks(model: nn.Module, plan: Plan) -> list[str]:
         ]
     for block in blocks:
         block.compile(dynamic=True)
-    return [
-        f"torch_compile: the first step takes up to minutes longer while {len(blocks)} blocks are compiled"
-    ]
+    return [f"torch_compile: {len(blocks)} blocks are compiled in the first step, which can take minutes"]
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -63,7 +63,7 @@ class FileLayout:
     def read(
         self, places: dict[str, Place], *, num_workers: int
     ) -> Iterator[tuple[Group, dict[str, torch.Tensor]]]:
-        """Yield the model's tensors group by group, sorted by name, so that a bias comes before its weight."""
+        """Yield the model's tensors group by group, sorted by name, so that a bias precedes its weight."""
         names = [name for group in self.groups for name in group.files]
         tensors = read_ahead(names, places, num_workers=num_workers)
         for group in self.groups:
@@ -195,7 +195,7 @@ def read_layout(
         if target in expected and expected[target] != place.shape
     ]
     if wrong:
-        raise other_shapes(folder, wrong)
+        raise shape_error(folder, wrong)
     return layout
 
 
@@ -217,7 +217,7 @@ def check_missing(folder: Path, missing: Sequence[str]) -> None:
         )
 
 
-def other_shapes(folder: Path, wrong: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> UserError:
+def shape_error(folder: Path, wrong: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> UserError:
     """Return the error for tensors (name, shape in the files, shape by config.json) of wrong shape."""
     name, stored, wanted = wrong[0]
     return UserError(

@@ -19,7 +19,7 @@ from crosstune.core.out_of_memory import is_out_of_memory
 from crosstune.core.quantization import QuantSpec
 from crosstune.core.weights import principal_factors
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.torch_engine.device import Precision, give_back_freed
+from crosstune.torch_engine.device import Precision, release_freed_memory
 from crosstune.torch_engine.import_transformers import import_transformers
 from crosstune.torch_engine.loading.adapters import choose_adapted
 from crosstune.torch_engine.loading.blocks import (
@@ -29,11 +29,11 @@ from crosstune.torch_engine.loading.blocks import (
     expand_config,
     expand_evenly,
 )
-from crosstune.torch_engine.loading.file_layout import FileLayout, check_missing, other_shapes, read_layout
+from crosstune.torch_engine.loading.file_layout import FileLayout, check_missing, read_layout, shape_error
 from crosstune.torch_engine.loading.prequantized import (
     Prequantized,
-    check_asked,
     check_plain,
+    check_requested,
     read_prequantized,
 )
 from crosstune.torch_engine.loading.stream import Place, find_tensors
@@ -82,7 +82,7 @@ def open_source(folder: Path, plan: Plan) -> Source:
     """Read the config of a folder; raise if the plan's method or quantization is incompatible with its weights."""
     config, prequantized = read_config(folder), read_prequantized(folder)
     if prequantized is not None:
-        check_asked(prequantized, plan.quant_spec, train_type=plan.config.train_type)
+        check_requested(prequantized, plan.quant_spec, train_type=plan.config.train_type)
     elif plan.quant_spec is not None or plan.method == "llama_pro":
         check_plain(folder)
     expansion = plan_expansion(plan, folder, config)
@@ -198,7 +198,7 @@ def read_pretrained(
             ignore_mismatched_sizes=True,  # reported below
         )
     if wrong := sorted(info["mismatched_keys"], key=str):
-        raise other_shapes(folder, wrong)
+        raise shape_error(folder, wrong)
     check_missing(folder, sorted(info["missing_keys"]))  # transformers would initialize them randomly
     return model
 
@@ -236,7 +236,7 @@ def _assemble(source: Source, precision: Precision, device: torch.device, finish
                 blocks.put(target)
             del tensor
         if spec is not None or finish is not None:
-            give_back_freed()
+            release_freed_memory()
     for _, form in sorted(held.items()):
         assert source.prequantized is not None
         form.put(model, [source.prequantized.stored(matrix, device) for matrix in form.matrices])
@@ -246,7 +246,7 @@ def _assemble(source: Source, precision: Precision, device: torch.device, finish
 
 
 def _start_from_error(stored: StoredWeight, weight: torch.Tensor, plan: Plan) -> None:
-    """Compute LoftQ's start of an adapter, in one iteration: the best approximation of the quantization error."""
+    """Compute LoftQ's initial adapter, in one iteration: the best approximation of the quantization error."""
     settings = AdapterSettings.from_config(plan.config, method=plan.method)
     error = (weight.float() - stored.dequantize(torch.float32)).cpu().numpy()
     stored.error_factors = principal_factors(error, rank=settings.rank, scale=settings.scale, start="loftq")
@@ -326,7 +326,7 @@ def plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
         return expand_evenly(num_layers, plan.config.num_new_blocks)
     if named is None or named[1] != num_layers:
         raise UserError(
-            f"The folder name {folder.name} does not say which of its blocks are new.",
+            f"The folder name {folder.name} does not specify the new blocks.",
             why=f"it must end in _blk_exp-OLD-{num_layers}, with the number of blocks before and after.",
             do="rename it, or remove --llama_pro_path to add --num_new_blocks blocks to the model",
         )

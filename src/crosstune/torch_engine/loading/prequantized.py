@@ -15,7 +15,7 @@ from torch import nn
 
 from crosstune.config.conditions import TRAIN_TYPE_PARTS
 from crosstune.core.errors import UserError
-from crosstune.core.quantization import QuantSpec, read_quantizers, same_meaning
+from crosstune.core.quantization import QuantSpec, read_quantizers, same_quantization
 from crosstune.files.json_files import write_json
 from crosstune.models.folder import read_config_json
 from crosstune.models.quantized_folder import (
@@ -124,11 +124,11 @@ def read_prequantized(folder: Path) -> Prequantized | None:
     return prequantized
 
 
-def check_asked(prequantized: Prequantized, asked: QuantSpec | None, *, train_type: str) -> None:
+def check_requested(prequantized: Prequantized, asked: QuantSpec | None, *, train_type: str) -> None:
     """Raise unless a run requests the quantization of the folder: nothing is quantized twice, or trained if quantized."""
     spec, folder = prequantized.spec, prequantized.folder
     method, library = TRAIN_TYPE_PARTS[train_type]
-    if method in ("lora", "dora") and asked is not None and same_meaning(asked, spec):
+    if method in ("lora", "dora") and asked is not None and same_quantization(asked, spec):
         return
     matching = "dora" if method == "dora" else "qlora"
     if method in ("lora", "dora") and library in ("auto", spec.quantizer):

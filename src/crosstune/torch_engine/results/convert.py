@@ -122,7 +122,7 @@ class Conversion:
         return BaseTensors(DenseWeights(folder=self.start), self.device)
 
     def _chosen(self) -> dict[str, WeightForm]:
-        """Return the weights to convert by parameter: the quantized ones, or all that can be quantized."""
+        """Return the weights to convert by parameter: the quantized weights, or all that can be quantized."""
         source = self._source
         held = self.replaced.forms(source.model) if self.replaced is not None else source.held
         if held or self.spec is None:

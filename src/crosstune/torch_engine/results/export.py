@@ -14,7 +14,7 @@ from torch import nn
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import copy_tokenizer
 from crosstune.models.adapter_files import load_adapter as read_adapter_files
-from crosstune.models.config_spelling import respell_folder
+from crosstune.models.config_aliases import add_folder_aliases
 from crosstune.models.folder import PLAIN_STEM
 from crosstune.models.weights import write_shards
 from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear, tied_parameters
@@ -71,7 +71,7 @@ def save_model(
     """Write a complete model folder that transformers can load."""
     save_tensors(folder, tensors, stem=stem)
     config.save_pretrained(folder)
-    respell_folder(folder)
+    add_folder_aliases(folder)
     copy_tokenizer(base, folder)
 
 

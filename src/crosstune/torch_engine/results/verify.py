@@ -27,7 +27,8 @@ def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gg
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    extra = {"gguf_file": gguf} if gguf else {}
+    # transformers would prefer a file of that name in the working directory.
+    extra = {"gguf_file": str((folder / gguf).absolute())} if gguf else {}
     with readable_errors(folder), hide_output():  # transformers shows a progress bar for GGUF files
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=precision.weights, trust_remote_code=False, local_files_only=True, **extra

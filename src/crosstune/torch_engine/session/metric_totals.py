@@ -50,7 +50,7 @@ def _read(numbers: Sequence[torch.Tensor | float]) -> list[float]:
 
 
 def _detached(value: torch.Tensor | float) -> torch.Tensor | float:
-    """Return a number to add to a total: integers as they are, others in the widest float of the device."""
+    """Return a number to add to a total: integers unchanged, others in the widest float of the device."""
     if not isinstance(value, torch.Tensor):
         return value
     if not value.is_floating_point():

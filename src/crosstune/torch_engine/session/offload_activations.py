@@ -68,7 +68,7 @@ class _AsyncCopies:
         return sent
 
     def fetch(self, sent: OnHost) -> torch.Tensor:
-        """Return a tensor on the device, and start to copy back the ones that were sent before it."""
+        """Return a tensor on the device, and start to copy back the tensors that were sent before it."""
         self._start(sent)  # needs no wait: the copy stream allocates the memory
         alive = (one for ref in reversed(self._sent[: sent.place]) if (one := ref()) is not None)
         for before in itertools.islice(alive, NUM_AHEAD):

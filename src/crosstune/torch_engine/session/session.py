@@ -49,7 +49,12 @@ from crosstune.torch_engine.session.metric_totals import MetricTotals
 from crosstune.torch_engine.session.offload_activations import offload_activations
 from crosstune.torch_engine.session.optimizer import Masters, averages_of, set_learning_rate, swap
 from crosstune.torch_engine.session.profiler import TorchProfiler
-from crosstune.torch_engine.sharding.local_shard import free_gathered, is_sharded, without_gradients
+from crosstune.torch_engine.sharding.local_shard import (
+    free_gathered,
+    is_sharded,
+    sharded_modules,
+    without_gradients,
+)
 from crosstune.torch_engine.task import (
     BuildContext,
     HasOwnHead,
@@ -145,7 +150,7 @@ class TorchSession:
             without_gradients(self.model),
             self.precision.context(self.device),
         ):
-            for index, batch, counts in self._evaluation_turns(batches):
+            for index, batch, counts in self._evaluation_batches(batches):
                 # The noise of a task is the same in every evaluation and at any world size.
                 torch.manual_seed(self.plan.config.seed + index)
                 loss, sums = measure(self.model, self._to_device(batch))
@@ -176,7 +181,7 @@ class TorchSession:
                 self._backward(window)
             layer = self._first(layers, of=[name for name, _ in self.model.named_modules()])
             gradient = self._first(bad_gradients(masters), of=list(reversed(masters)))
-        except OutOfMemory:  # the general layers may need more than the fast ones
+        except OutOfMemory:  # the general layers may need more memory than the fast layers
             return "there was not enough memory to find the layer"
         finally:
             self.masters.clear_gradients()
@@ -295,7 +300,7 @@ class TorchSession:
     def _write_model(self, folder: Path | None) -> Path | None:
         """Write the whole model on the rank that has a folder; the others send it their shards."""
         masters, parameters = self.masters.masters, self.masters.parameters
-        if not any(map(is_sharded, self.model.parameters())):
+        if not sharded_modules(self.model):  # their parameters may be gathered, and then look whole
             if folder is not None:
                 self._write_tensors(folder, trained=masters)
             return folder
@@ -386,15 +391,16 @@ class TorchSession:
 
     @contextlib.contextmanager
     def _passes(self, window: Sequence[PreparedBatch]) -> Iterator[Iterator[tuple[PreparedBatch, bool]]]:
-        """Yield the micro-batches of this rank, each with a flag that is false for a filler (see `Parallel.turns`)."""
+        """Yield the micro-batches of this rank, each with a flag that is false for a filler (see
+        `Parallel.local_micro_batches`)."""
         if self.parallel is None:
             yield ((batch, True) for batch in window)
             return
         self._check_batches(window)
         with self.parallel.passes(self.model), memory_errors(self.device):
-            yield self.parallel.turns(self.model, window)
+            yield self.parallel.local_micro_batches(self.model, window)
 
-    def _evaluation_turns(self, batches: Iterable[Batch]) -> Iterator[tuple[int, PreparedBatch, bool]]:
+    def _evaluation_batches(self, batches: Iterable[Batch]) -> Iterator[tuple[int, PreparedBatch, bool]]:
         """Yield the index and batch of every size-th batch, with a flag that is false for a filler: a rank of a sharded
         model that runs out of batches repeats one, so that it still joins the passes of the others."""
         size, rank = (self.parallel.size, self.parallel.rank) if self.parallel is not None else (1, 0)

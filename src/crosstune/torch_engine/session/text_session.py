@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from crosstune.core.answers import Answer, Earlier
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import EVALUATING, GENERATING
 from crosstune.core.protocols import Array, Batch
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.process.ranks import SingleProcess
 from crosstune.torch_engine.device import evaluating, memory_errors
-from crosstune.torch_engine.generate import OnToken, cast_once, generate
+from crosstune.torch_engine.generate.answers import OnAnswer, OnToken, free_memory, sample_answers
+from crosstune.torch_engine.generate.fast import (
+    COPIED_SHARE,
+    FEWEST_FOR_COPIES,
+    FastRows,
+    layer_bytes,
+    longest_for_rope,
+    why_no_fast_rows,
+)
+from crosstune.torch_engine.kernels.decoder import FastDecoder
+from crosstune.torch_engine.kernels.fp8_weights import why_no_fp8
 from crosstune.torch_engine.results.verify import model_logits
 from crosstune.torch_engine.session.session import TorchSession
-from crosstune.torch_engine.sharding.local_shard import without_gradients
+from crosstune.torch_engine.sharding.local_shard import free_gathered, sharded_modules, without_gradients
 from crosstune.torch_engine.task import Tensors
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 
@@ -26,6 +38,8 @@ class TextSession(TorchSession):
     """A session of a causal language model."""
 
     task: CausalLM
+    _decoder: FastDecoder | None = None
+    """The fast layers of a model that is not trained."""
 
     def logits(self, prompts: Prompts) -> Logits:
         """Return the logits in eval mode, in the precision of training."""
@@ -45,38 +59,88 @@ class TextSession(TorchSession):
             without_gradients(self.model),
             self.precision.context(self.device),
         ):
-            for index, batch, counts in self._evaluation_turns(batches):
+            for index, batch, counts in self._evaluation_batches(batches):
                 values = compute(self.model, self._to_device(batch))
                 if counts:
                     found[index] = values.float().cpu().numpy()
         group = self.parallel.group if self.parallel is not None else SingleProcess()
         return group.gather_vectors(found)
 
-    def generate(
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+        return [answer.content for answer in self.sample(prompts, **options)]
+
+    def sample(
         self,
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
         stop_ids: Sequence[int] = (),
         sampling: Sampling = GREEDY,
+        earlier: Earlier | None = None,
         on_token: OnToken | None = None,
-    ) -> list[list[int]]:
+        on_answer: OnAnswer | None = None,
+    ) -> list[Answer]:
+        """Answer with the fast layers if they know the model, else with its modules; models with recurrent states by
+        transformers' generate."""
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "stop_ids": stop_ids,
+            "sampling": sampling,
+            "earlier": earlier,
+        }
+        options |= {"on_token": on_token, "on_answer": on_answer}
+        longest = max(map(len, prompts), default=0) + max_new_tokens
         with (
             self.connected(GENERATING),
             evaluating(self.model),
             memory_errors(self.device, doing=GENERATING),
-            # Compiled code and FSDP2 read the weights themselves.
-            contextlib.nullcontext()
-            if self.parallel is not None or self.plan.config.torch_compile
-            else cast_once(self.model, self.precision),
-            self.precision.context(self.device),
         ):
-            return generate(
-                self.model,
-                prompts,
-                device=self.device,
-                max_new_tokens=max_new_tokens,
-                stop_ids=stop_ids,
-                sampling=sampling,
-                on_token=on_token,
-            )
+            decoder = self._generating_decoder(longest, max_new_tokens)
+            with without_gradients(self.model):
+                if decoder is not None:
+                    return sample_answers(FastRows(decoder), prompts, **options)
+                return self._sample_generally(prompts, options)
+
+    def _sample_generally(self, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]) -> list[Answer]:
+        # It imports transformers.
+        from crosstune.torch_engine.generate.general import GeneralRows, cast_once, has_plain_cache
+        from crosstune.torch_engine.generate.stateful import sample_batches
+
+        is_sharded = bool(sharded_modules(self.model))
+        try:
+            with (
+                # Compiled code and FSDP2 read the weights themselves.
+                contextlib.nullcontext()
+                if self.parallel is not None or self.plan.config.torch_compile
+                else cast_once(self.model, self.precision),
+                self.precision.context(self.device),
+            ):
+                if not has_plain_cache(self.model):
+                    return sample_batches(self.model, prompts, device=self.device, **options)
+                rows = GeneralRows(self.model, self.device)
+                return sample_answers(rows, prompts, **options, synchronized=is_sharded)
+        finally:
+            free_gathered(self.model)
+
+    def _generating_decoder(self, longest: int, num_new: int) -> FastDecoder | None:
+        """Return the fast layers for rows of this length: those of training; for a model that is not trained, layers that share
+        its weights; otherwise layers with copies, if they fit and the answers are long enough."""
+        known, config = self.task.decoder or self._decoder, self.plan.config
+        if longest > longest_for_rope(self.model.config):
+            return None
+        asked_general = config.kernels == "general" and "kernels" in config.sources
+        if known is not None or asked_general or config.torch_compile or sharded_modules(self.model):
+            return known
+        if why_no_fast_rows(self.model, self.adapters, self.device):
+            return None
+        dtype, is_trained = self.precision.autocast or self.precision.weights, self.optimizer is not None
+        if is_trained and (
+            num_new < FEWEST_FOR_COPIES
+            or layer_bytes(self.model, dtype) > COPIED_SHARE * free_memory(self.device)
+        ):
+            return None
+        in_fp8 = self.plan.quantizer == "fp8" and why_no_fp8(self.device, dtype) is None
+        outside = (self.plan.base.outside_fp8 if self.plan.base is not None else None) or ()
+        found = FastDecoder(self.model, dtype=dtype, fp8=in_fp8, outside_fp8=outside, copies=is_trained)
+        self._decoder = None if is_trained else found
+        return found

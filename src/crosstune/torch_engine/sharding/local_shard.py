@@ -24,7 +24,7 @@ class Part:
     num_parts: int
     number: int
     group: Any
-    """The ranks that hold the other parts."""
+    """The ranks with the other parts."""
     device: torch.device
     """The device of the collectives; an offloaded parameter is on the host."""
 

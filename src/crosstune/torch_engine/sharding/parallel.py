@@ -64,7 +64,7 @@ class Parallel:
         count = self.num_shards
         return StatePart(number=self.rank % count, count=count, writes=self.rank < count, shapes=dict(shapes))
 
-    def turns(
+    def local_micro_batches(
         self, model: nn.Module, window: Sequence[PreparedBatch]
     ) -> Iterator[tuple[PreparedBatch, bool]]:
         """Yield the micro-batches of this rank, each with a flag that is false for a filler.

@@ -87,14 +87,14 @@ def read_whole(
     adapters: Mapping[str, Any] = merged or {}
     gather = _Gather(model, trained, adapters)
     if not group.ranks.first:
-        while request := group.share(""):  # empty at the end
+        while request := group.broadcast(""):  # empty at the end
             gather(request)
         free_gathered(model)
         yield None
         return
 
     def read(kind: str, name: str) -> torch.Tensor:
-        return gather(group.share(f"{kind}/{name}"))
+        return gather(group.broadcast(f"{kind}/{name}"))
 
     target: Any = model
     target.state_dict = lambda: Reader(gather.tensors, functools.partial(read, MODEL))
@@ -106,5 +106,5 @@ def read_whole(
         del target.state_dict
         for adapter in adapters.values():
             del adapter.merged
-        group.share("")
+        group.broadcast("")
         free_gathered(model)

@@ -22,7 +22,7 @@ from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.process.ranks import Ranks
-from crosstune.torch_engine.device import give_back_freed
+from crosstune.torch_engine.device import release_freed_memory
 from crosstune.torch_engine.loading.adapters import Adapted, adapt_part, choose_adapted, saved_parameters
 from crosstune.torch_engine.quantized import StoredWeight
 from crosstune.torch_engine.sharding.local_shard import find_blocks, is_sharded
@@ -38,7 +38,7 @@ class Strategy:
     """The division of a model across the processes of a run."""
 
     sharded: bool
-    """True if each process holds a shard of the parameters, gradients and moments; false if it holds all of them."""
+    """True if each process stores a shard of the parameters, gradients and moments; false if it stores all of them."""
     reshard_after_forward: bool = True
     """True if gathered parameters are freed between the forward and the backward pass."""
     hybrid: bool = False
@@ -100,9 +100,10 @@ def shard_root(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def _kept_wide(module: nn.Module) -> set[nn.Parameter]:
-    """Return the fp32 parameters among trained 16-bit ones, such as the bias of a router or a scalar head.
+    """Return the fp32 parameters of a module whose other trained parameters have 16 bits, such as the bias of a router or a
+    scalar head.
 
-    FSDP2 needs one dtype per module and would cast them to 16 bits, so every rank holds them whole.
+    FSDP2 needs one dtype per module and would cast them to 16 bits, so every rank stores them whole.
     """
     trained = {p for p in module.parameters() if not is_sharded(p) and p.requires_grad}
     wide = {p for p in trained if p.dtype == torch.float32}
@@ -232,7 +233,7 @@ def original_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 @dataclass(kw_only=True)
 class ShardOnLoad:
-    """Adapt and shard a model block by block while it loads, so that no process holds all of it.
+    """Adapt and shard a model block by block while it loads, so that no process stores the whole model.
 
     Call it with each loaded block, and last with "" for the rest.
     """
@@ -254,7 +255,7 @@ class ShardOnLoad:
         offload = self.plan.config.use_cpu_offload
         shard_loaded(part, mesh=self.mesh, strategy=self.strategy, cpu_offload=offload)
         self.is_done = not block
-        give_back_freed()
+        release_freed_memory()
 
     def finish_all(self, model: nn.Module) -> dict[str, Adapted]:
         """Adapt and shard a model that its task built at once; return the adapters by canonical name."""

@@ -20,7 +20,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "WEAVE_ENABLE_DISK_FALLBACK": "false",  # it would write unsent data into the working folder
     "WEAVE_USE_SERVER_CACHE": "false",
 }
-MOST_STEPS = 20_000
+MAX_STEPS = 20_000
 """Maximum steps in the dataset of a run; a longer run is thinned out."""
 
 
@@ -71,7 +71,7 @@ class Tracker:
 
     def _publish_steps(self) -> None:
         rows = read_jsonl(self._tracked.folder / "metrics.jsonl")
-        rows = rows[:: -(-len(rows) // MOST_STEPS) or 1]
+        rows = rows[:: -(-len(rows) // MAX_STEPS) or 1]
         if rows:
             data = self._weave.Dataset(name=f"{self._tracked.name}-steps", rows=rows)
             self._weave.publish(data)

@@ -1,4 +1,4 @@
-"""Ray: place one launcher per bundle of an existing cluster. Ray only finds the nodes; torch connects the processes."""
+"""Ray: reserve one bundle per node on an existing cluster and start a launcher in each. torch connects the processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write(job: Job) -> str:
     address = job.options["address"]
     to = [] if address == "auto" else ["--address", f"http://{address.rpartition(':')[0] or address}:8265"]
     inside = f"cd {shlex.quote(str(job.folder))} && exec {shlex.join(command)}"
-    # Ray joins the words again, and by its version leaves $(...) and backticks alive: none may be among them.
+    # Ray joins the words again, and some versions leave $(...) and backticks active: the words may contain neither.
     encoded = base64.b64encode(inside.encode()).decode()
     words = ["bash", "-c", f"exec bash <(base64 -d <<< {encoded})"]
     readable = inside.translate(
@@ -149,7 +149,9 @@ class _Cluster:
             if time.monotonic() - told_at > NOTICE_EVERY_S:
                 told_at = time.monotonic()
                 have = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
-                line = f"waiting for {self.job.num_nodes} bundles of {wanted}; the cluster has {have} in all"
+                line = (
+                    f"waiting for {self.job.num_nodes} bundles of {wanted}; the cluster has {have} in total"
+                )
                 print(line, flush=True)
         return True
 

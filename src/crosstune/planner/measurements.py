@@ -20,24 +20,24 @@ from crosstune.files.json_files import read_json, write_json
 from crosstune.files.paths import cache_base
 
 FORMAT = 1
-MOST_ENTRIES = 500
+MAX_ENTRIES = 500
 """Older entries are removed."""
 _LIMIT_BYTES = 4 << 20
 FILE = "peak_memory"
 _ENTRY = object_with({"key": OBJECT, "value": map_of(real()), "time": real()})
-MOST_RUNS = 20
+MAX_RUNS = 20
 """The newest runs that count."""
-LEAST_SHARE = 1.0
+MIN_SHARE = 1.0
 """Runs whose tensors need less than this multiple of the framework's overhead are ignored."""
 BOUNDS = (0.5, 2.0)
 """Limits of a correction; a larger deviation has other causes than the size of the step."""
 
 
 def remember(name: str, key: Mapping[str, Any], value: Mapping[str, float]) -> None:
-    """Store numbers under a key in the file `name`, replacing older ones of the key."""
+    """Store numbers under a key in the file `name`, replacing older numbers of the key."""
     entries = recall_all(name)
     entries[digest(key)] = {"key": dict(key), "value": dict(value), "time": time.time()}
-    newest = sorted(entries.items(), key=lambda item: item[1]["time"])[-MOST_ENTRIES:]
+    newest = sorted(entries.items(), key=lambda item: item[1]["time"])[-MAX_ENTRIES:]
     try:
         path = _path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,13 +72,13 @@ def _path(name: str) -> Path:
     return cache_base(cache_override()) / "measured" / f"{name}.json"
 
 
-def learn_peak(plan: Plan, measured_bytes: int) -> None:
+def record_peak(plan: Plan, measured_bytes: int) -> None:
     """Store the measured and the predicted peak of a finished run."""
     fitted = plan.fitted
     if fitted is None or measured_bytes <= 0:
         return
     overhead = fitted.parts.overhead
-    if fitted.parts.total - overhead < LEAST_SHARE * overhead:
+    if fitted.parts.total - overhead < MIN_SHARE * overhead:
         return
     # The measured peak of a GPU does not include the framework's overhead.
     counted = fitted.parts.total - (0 if plan.backend.is_torch_cpu else overhead)
@@ -108,7 +108,7 @@ def read_corrections(machine: Machine) -> dict[str, Correction]:
             found.setdefault(str(key.get("backend")), []).append((entry["time"], measured / predicted))
     corrections = {}
     for backend, ratios in found.items():
-        newest = [ratio for _, ratio in sorted(ratios)[-MOST_RUNS:]]
+        newest = [ratio for _, ratio in sorted(ratios)[-MAX_RUNS:]]
         factor = min(max(statistics.median(newest), BOUNDS[0]), BOUNDS[1])
         corrections[backend] = Correction(factor=factor, num_runs=len(newest))
     return corrections

@@ -1,4 +1,4 @@
-"""Write config.json under the names that all readers know: RoPE, attention windows, experts."""
+"""Write config.json with the key names of all readers: RoPE, attention windows, experts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _DERIVED_HEADS = ("qwen3_moe",)
 """Types whose head size is hidden_size / num_attention_heads unless it is given, and that mlx-lm reads only with it."""
 
 
-def spell_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Add the names that transformers 4 and mlx-lm read to the names of transformers 5. With the newer names alone, other readers
-    fail or use defaults silently."""
+def add_config_aliases(config: dict[str, Any]) -> dict[str, Any]:
+    """Add the names that transformers 4 and mlx-lm read to the names of transformers 5. With the newer names alone, other
+    readers fail or use defaults silently."""
     return {**_spell_positions(config), **_spell_windows(config), **_spell_sizes(config), **config}
 
 
@@ -65,5 +65,5 @@ def _spell_windows(config: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window_pattern": every} if regular and every > 1 else {}
 
 
-def respell_folder(folder: Path) -> None:
-    write_json(folder / CONFIG, spell_config(read_config_json(folder)))
+def add_folder_aliases(folder: Path) -> None:
+    write_json(folder / CONFIG, add_config_aliases(read_config_json(folder)))

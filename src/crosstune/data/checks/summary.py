@@ -12,12 +12,12 @@ from crosstune.data.batches.token_batch import Example
 from crosstune.data.tokens.corpus import Corpus
 from crosstune.data.tokens.tokenizer import Tokenizer
 
-MOST_BINS = 24
-MOST_CHARACTERS = 4000
+MAX_BINS = 24
+MAX_CHARACTERS = 4000
 """Maximum characters of the example; the middle of longer examples is omitted."""
 
 
-def portrait(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+def summarize_corpus(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the lengths and an example of a corpus, for plan.json and the page of a run."""
     if not len(corpus):
         return {}
@@ -38,7 +38,7 @@ def portrait(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
 def length_histogram(lengths: NDArray[np.int64]) -> dict[str, Any]:
     """Return the number of examples in bins of equal, round width: bin i counts the lengths from first + i * width on."""
     low, high = int(lengths.min()), int(lengths.max())
-    width = _round_width((high - low + 1) / MOST_BINS)
+    width = _round_width((high - low + 1) / MAX_BINS)
     first = low // width * width
     counts = np.bincount((lengths - first) // width)
     return {"first": first, "width": width, "counts": counts.tolist()}
@@ -64,13 +64,13 @@ def marked_pieces(example: Example, tokenizer: Tokenizer) -> list[tuple[str, boo
 
 def _cut(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     """Omit the middle of an example that is too long for a page."""
-    total, half = sum(len(text) for text, _ in pieces), MOST_CHARACTERS // 2
-    if total <= MOST_CHARACTERS:
+    total, half = sum(len(text) for text, _ in pieces), MAX_CHARACTERS // 2
+    if total <= MAX_CHARACTERS:
         return pieces
     head, tail, start = [], [], 0
     for text, supervised in pieces:
         head.append((text[: max(0, half - start)], supervised))
         tail.append((text[max(0, total - half - start) :], supervised))
         start += len(text)
-    middle = (f" … [{total - MOST_CHARACTERS:,} more characters] … ", False)
+    middle = (f" … [{total - MAX_CHARACTERS:,} more characters] … ", False)
     return [piece for piece in (*head, middle, *tail) if piece[0]]

@@ -1,0 +1,142 @@
+"""Choose the values of trials with Optuna, prune trials, and estimate which option matters.
+
+Every choice is a function of the seed and of the trials that have ended, so a killed sweep continues as if nothing happened.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+import statistics
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from crosstune.core.errors import UserError
+from crosstune.sweep.space import Dimension, Space, combinations
+
+if TYPE_CHECKING:
+    import optuna
+
+NUM_RANDOM = 5
+"""Trials drawn at random before Optuna has something to learn from."""
+FEWEST_TO_PRUNE = 3
+"""Finished trials below which none is pruned."""
+FEWEST_FOR_IMPORTANCE = 4
+_ATTEMPTS = 20
+Status = Literal["started", "finished", "pruned", "failed"]
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """The values and the outcome of a trial."""
+
+    number: int
+    params: dict[str, Any]
+    known: list[int]
+    """The trials that had ended when the values were chosen."""
+    status: Status = "started"
+    value: float | None = None
+    """The metric of the result; of a pruned trial, at the evaluation that stopped it."""
+    step: int | None = None
+    evaluations: dict[str, float | None] = field(default_factory=dict)
+    """Step -> metric, during the training."""
+    seconds: float = 0.0
+    error: str = ""
+    """Why it failed."""
+
+    @property
+    def name(self) -> str:
+        return f"trial-{self.number:03d}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, **asdict(self)}
+
+
+def check_optuna() -> None:
+    if importlib.util.find_spec("optuna") is None:
+        raise UserError("A sweep needs Optuna.", do="pip install 'crosstune[sweep]'")
+
+
+def choose(space: Space, trials: Sequence[Trial], *, seed: int, maximize: bool) -> dict[str, Any] | None:
+    """Return the values of the next trial; None if all combinations were tried."""
+    study = _study(space, trials, seed=seed, maximize=maximize)
+    tried = [trial.params for trial in trials]
+    distributions = {name: _distribution(dimension) for name, dimension in space.items()}
+    for _ in range(_ATTEMPTS):
+        drawn = study.ask(distributions).params
+        params = {name: dimension.rounded(drawn[name]) for name, dimension in space.items()}
+        if params not in tried:
+            return params
+    left = [params for params in combinations(space) if params not in tried]
+    return random.Random(f"{seed} {len(trials)}").choice(left) if left else None
+
+
+def pruned_at(
+    evaluations: Mapping[int, float | None], others: Sequence[Trial], *, maximize: bool
+) -> int | None:
+    """Return the evaluation, from the second on, at which a trial's best value is worse than the median of the finished
+    trials at the same step; None to keep it."""
+    finished = [trial for trial in others if trial.status == "finished"]
+    sign, best = (-1 if maximize else 1), math.inf
+    for place, (step, value) in enumerate(sorted(evaluations.items())):
+        best = min(best, math.inf if value is None else sign * value)
+        at = [sign * other for trial in finished if (other := trial.evaluations.get(str(step))) is not None]
+        if place and len(at) >= FEWEST_TO_PRUNE and best > statistics.median(at):
+            return step
+    return None
+
+
+def importances(space: Space, trials: Sequence[Trial], *, maximize: bool) -> dict[str, float]:
+    """Return the share of each option in the differences between finished trials; empty if there are too few."""
+    if sum(trial.status == "finished" for trial in trials) < FEWEST_FOR_IMPORTANCE or len(space) < 2:
+        return {}
+    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+
+    study = _study(space, trials, seed=0, maximize=maximize)
+    return get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
+
+
+def _study(space: Space, trials: Sequence[Trial], *, seed: int, maximize: bool) -> optuna.Study:
+    """Return a study that has seen the trials; running ones too, so that parallel trials differ."""
+    import optuna
+    from optuna.trial import TrialState
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some arguments are marked as experimental
+        sampler = optuna.samplers.TPESampler(
+            seed=random.Random(f"{seed} {len(trials)}").getrandbits(32),
+            n_startup_trials=NUM_RANDOM,
+            multivariate=True,
+            constant_liar=True,
+        )
+    study = optuna.create_study(direction="maximize" if maximize else "minimize", sampler=sampler)
+    for trial in trials:
+        # A failed trial counts as worse than all others: it may have diverged, or needed too much memory.
+        state = {"started": TrialState.RUNNING, "finished": TrialState.COMPLETE}.get(
+            trial.status, TrialState.PRUNED
+        )
+        steps = {int(step): value for step, value in trial.evaluations.items() if value is not None}
+        study.add_trial(
+            optuna.trial.create_trial(
+                state=state,
+                value=trial.value if trial.status == "finished" else None,
+                params=trial.params,
+                distributions={name: _distribution(space[name]) for name in trial.params},
+                intermediate_values=steps if trial.status == "pruned" else {},
+            )
+        )
+    return study
+
+
+def _distribution(dimension: Dimension) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if dimension.choices:
+        return CategoricalDistribution(dimension.choices)
+    if dimension.is_integer:
+        return IntDistribution(int(dimension.low), int(dimension.high), log=dimension.is_log)
+    return FloatDistribution(dimension.low, dimension.high, log=dimension.is_log)

@@ -1,0 +1,1 @@
+"""Generate answers: rows with caches, sampling, and continuous batching."""

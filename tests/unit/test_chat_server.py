@@ -1,0 +1,131 @@
+"""The router of `crosstune serve` and the client of `crosstune chat --server`: keys, origins, and servers that answer anything."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from crosstune.cli.main import main
+from crosstune.core.errors import UserError
+from crosstune.serve.client import connect
+from crosstune.serve.router import Router, Upstream
+
+KEY = "ключ-é"
+Captured = pytest.CaptureFixture[str]
+
+
+def status(router: Router, **headers: str) -> int:
+    asked = http.client.HTTPConnection("127.0.0.1", router.port, timeout=60)
+    sent = {name: value.encode().decode("latin-1") for name, value in headers.items()}
+    asked.request("POST", "/v1/chat/completions", b"{}", sent)
+    code = asked.getresponse().status
+    asked.close()
+    return code
+
+
+@pytest.mark.parametrize("key", ["", KEY])
+def test_a_web_page_needs_a_key(key: str) -> None:
+    with Router("127.0.0.1", 0, api_key=key) as router:
+        router.start()
+        allowed = {"Authorization": f"Bearer {key}"} if key else {}
+        assert status(router, **allowed) == 503  # still loading
+        for origin in ("http://localhost:3000", "http://127.0.0.1", f"http://[::1]:{router.port}"):
+            assert status(router, Origin=origin, **allowed) == 503
+        for origin in ("https://evil.example", "null", "http://localhost.evil.example", "http://[", ""):
+            assert status(router, Origin=origin, **allowed) == (503 if key else 403)
+        assert status(router, Host="evil.example", **allowed) == 403
+        assert status(router, Host="[", **allowed) == 403
+        if key:
+            for wrong in ("", "Bearer ", "Bearer ключ", KEY):
+                assert status(router, Authorization=wrong) == (503 if wrong == KEY else 401)
+        router.shutdown()
+
+
+def test_a_key_outside_latin_1_opens_the_server(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # not for this machine
+    with Router("127.0.0.1", 0, api_key=KEY) as router:
+        router.routes.models["demo"] = Upstream(port=1, model="demo")
+        router.start()
+        assert connect(router.url, api_key=KEY).name == "demo"
+        with pytest.raises(UserError, match="rejects the key"):
+            connect(router.url, api_key="ключ")
+        router.shutdown()
+    for key in ("", "two words", "a\nb"):
+        assert main(["chat", "--server", "http://127.0.0.1:1", "--api_key", key]) == 2
+        said = capsys.readouterr().err
+        assert "one word of printable characters" in said and "two words" not in said
+
+
+class Hostile(http.server.BaseHTTPRequestHandler):
+    models: bytes
+    events: bytes
+    code = 200
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(self.code)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self._answer(self.models)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(self.events)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hostile() -> Iterator[tuple[type[Hostile], str]]:
+    handler: Any = type("Handler", (Hostile,), {"models": json.dumps({"data": [{"id": "m"}]}).encode()})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield handler, f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+DEEP = b"[" * 5000 + b"]" * 5000
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", DEEP, b'{"data": 3}', b'{"data": [{"id": 1}, 2]}', b"\xff", b'{"data": [], "x": "' + b"x" * 2**21]
+)  # fmt: skip
+def test_a_server_with_a_bad_list_of_models(body: bytes, hostile: tuple[Any, str]) -> None:
+    handler, url = hostile
+    handler.models = body
+    with pytest.raises(UserError, match="does not speak the OpenAI protocol"):
+        connect(url)
+    handler.code = 500
+    with pytest.raises(UserError, match="status 500"):
+        connect(url)
+
+
+@pytest.mark.parametrize(
+    "event", [b"{", DEEP, b"3", b'{"choices": 3}', b'{"choices": [{"delta": [1]}]}', b'{"error": ' + DEEP + b"}", b"x" * 2**21]
+)  # fmt: skip
+def test_a_server_with_bad_events(event: bytes, hostile: tuple[Any, str]) -> None:
+    handler, url = hostile
+    good = b'data: {"choices": [{"delta": {"content": "Hi"}}]}\n\n'
+    handler.events = good + b"data: " + event + b"\n\n"
+    model, parts = connect(url), list[str]()
+    with pytest.raises(UserError, match=r"does not speak the OpenAI protocol|status 500"):
+        model.answer([{"role": "user", "content": "x"}], max_new_tokens=4, on_text=parts.append)
+    assert parts == ["Hi"]
+    handler.events = good + b"data: [DONE]\n\n"
+    assert model.answer([{"role": "user", "content": "x"}], max_new_tokens=4) == "Hi"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[", "", "ftp://x", "http://", f"http://{'a' * 70}.com", "http://h:x"]
+)
+def test_an_address_that_is_none(url: str, capsys: Captured) -> None:
+    assert main(["chat", "--server", url]) == 2
+    assert "do:" in capsys.readouterr().err
