@@ -27,6 +27,7 @@ from crosstune.torch_engine.loading.stream import find_tensors, read_tensor
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.results.verify import model_logits, original_weights
 from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
+from crosstune.torch_engine.tasks.documents import give_masks, separate_documents, stateful_layers
 from crosstune.torch_engine.tasks.model_input import (
     ModelInput,
     fast_arrays,
@@ -265,19 +266,27 @@ def can_share_prompts(model: nn.Module, *, device: torch.device) -> bool:
 
 
 def ensure_separates_documents(model: nn.Module, *, device: torch.device) -> None:
-    """Raise if documents in a packed row attend to each other. Tested once per model: not every model in transformers
-    separates documents by position."""
+    """Raise if values cross from a document of a packed row into the next. Tested once per model: not every model in
+    transformers separates documents by position."""
     if getattr(model, "separates_documents", False):
         return
+    separate_documents(model)
+    if leaks(model, device=device) and stateful_layers(model):
+        give_masks(model)
+    if leaks(model, device=device):
+        raise UserError(
+            f"--packing cannot be used with {type(model).__name__}.",
+            why="its layers carry values across the boundary between documents in a row.",
+            do="remove --packing",
+        )
+    model.separates_documents = True
+
+
+def leaks(model: nn.Module, *, device: torch.device) -> bool:
+    """Return True if the first document of a packed row changes the logits of the second."""
     documents = torch.arange(1, 25, device=device).reshape(3, 8)
     rows = torch.stack([documents[[0, 2]].reshape(-1), documents[[1, 2]].reshape(-1)])
     positions = torch.arange(8, device=device).repeat(2, 2)
     with evaluating(model), torch.no_grad():
         logits = model(input_ids=rows, position_ids=positions, use_cache=False).logits[:, 8:].float()
-    if (logits[0] - logits[1]).abs().max() > 1e-4 * logits.abs().max():
-        raise UserError(
-            f"--packing cannot be used with {type(model).__name__}.",
-            why="its attention crosses the boundary between documents in a row.",
-            do="remove --packing",
-        )
-    model.separates_documents = True
+    return bool((logits[0] - logits[1]).abs().max() > 1e-4 * logits.abs().max())

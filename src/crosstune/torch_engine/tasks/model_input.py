@@ -111,16 +111,17 @@ def fork_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
 
 def fork_mask(given: ModelInput, model: nn.Module) -> torch.Tensor:
     """Return the attention mask of answers with shared prompts for a model of transformers, to be added to the scores."""
-    num_rows, length = given.input_ids.shape
     forks = Forks(segments=given.segments, branches=given.branches)
-    documents = Documents(num_rows, length, given.positions, forks=forks)
-    device_type = given.input_ids.device.type
-    autocast = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if autocast else next(model.parameters()).dtype
-    hidden = ~documents.mask(None, given.input_ids.device)
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(
-        hidden, torch.finfo(dtype).min
-    )
+    return added_mask(given.positions, model, forks=forks)
+
+
+def added_mask(positions: torch.Tensor, model: nn.Module, *, forks: Forks | None = None) -> torch.Tensor:
+    """Return a mask of attention within documents, to be added to the scores."""
+    device = positions.device
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else next(model.parameters()).dtype
+    hidden = ~Documents(*positions.shape, positions, forks=forks).mask(None, device)
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, torch.finfo(dtype).min)
 
 
 def noise_of(given: ModelInput, *, fast: bool) -> tuple[Any, Any]:
