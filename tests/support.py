@@ -94,6 +94,21 @@ def tiny_of(family: str, folder: Path, vocab: int) -> Path:
     import torch
     import transformers as hf
 
+    config = tiny_config(family, vocab)
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # a fresh model has none that are not zero, a trained one has
+                parameter.normal_(0, 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def tiny_config(family: str, vocab: int) -> Any:
+    """The config of a tiny model of a family."""
+    import transformers as hf
+
     shared = {
         "vocab_size": vocab,
         "hidden_size": 64,
@@ -104,7 +119,22 @@ def tiny_of(family: str, folder: Path, vocab: int) -> Path:
         "max_position_embeddings": 256,
         "pad_token_id": 0,
     }
-    config = {
+    four = shared | {"num_hidden_layers": 4}
+    mamba = {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 16,
+    }
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    delta = {
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+    return {
         "llama": lambda: hf.LlamaConfig(**shared, tie_word_embeddings=False),
         "qwen2": lambda: hf.Qwen2Config(**shared),
         "qwen3": lambda: hf.Qwen3Config(**shared, head_dim=16),
@@ -158,15 +188,45 @@ def tiny_of(family: str, folder: Path, vocab: int) -> Path:
         "mamba": lambda: hf.MambaConfig(
             vocab_size=vocab, hidden_size=64, num_hidden_layers=2, state_size=8, pad_token_id=0
         ),
+        "qwen3_5": lambda: hf.Qwen3_5TextConfig(
+            **four, **delta, head_dim=16, layer_types=["linear_attention"] * 3 + ["full_attention"]
+        ),
+        "qwen3_next": lambda: hf.Qwen3NextConfig(
+            **four, **delta, **experts, head_dim=16, num_experts=4, shared_expert_intermediate_size=32
+        ),
+        "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(
+            **shared,
+            **mamba,
+            layer_types=["mamba", "attention"],
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=64,
+        ),
+        "nemotron_h": lambda: hf.NemotronHConfig(
+            **four,
+            **experts,
+            layers_block_type=["mamba", "attention", "mamba", "moe"],
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            ssm_state_size=16,
+            n_groups=1,
+            chunk_size=16,
+            head_dim=16,
+            n_routed_experts=4,
+            moe_shared_expert_intermediate_size=32,
+        ),
+        "falcon_h1": lambda: hf.FalconH1Config(**shared, **mamba, mamba_d_ssm=128),
+        "lfm2": lambda: hf.Lfm2Config(**shared, layer_types=["conv", "full_attention"], block_ff_dim=96),
+        "jamba": lambda: hf.JambaConfig(
+            **shared,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            num_experts=4,
+            use_mamba_kernels=False,
+        ),
     }[family]()
-    torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # a fresh model has none that are not zero, a trained one has
-                parameter.normal_(0, 0.05)
-    model.save_pretrained(folder)
-    return folder
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:

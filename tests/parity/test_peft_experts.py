@@ -97,8 +97,10 @@ def run_ours(model: Path, data: Path, folder: Path, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("family", "train_type"), [("gpt2", "dora"), ("gpt_oss", "lora"), ("mixtral", "qlora"), ("gpt2", "qlora")]
-)
+    ("family", "train_type"),
+    [("gpt2", "dora"), ("gpt_oss", "lora"), ("mixtral", "qlora"), ("gpt2", "qlora"), ("qwen3_5", "lora"),
+     ("granitemoehybrid", "lora"), ("nemotron_h", "lora"), ("falcon_h1", "qlora"), ("lfm2", "dora")],
+)  # fmt: skip
 def test_steps_equal_peft(
     make_model: Any, data_file: Path, tmp_path: Path, family: str, train_type: str
 ) -> None:
@@ -139,7 +141,7 @@ def quantize_by_hand(model: Any) -> None:
                 matrix.copy_(rounded(matrix))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_5", "nemotron_h", "lfm2"])
 def test_what_was_trained_loads_and_merges_as_in_peft(
     make_model: Any, data_file: Path, tmp_path: Path, family: str
 ) -> None:
