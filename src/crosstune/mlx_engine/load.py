@@ -63,6 +63,8 @@ def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantizatio
     """Return how the weights are quantized; raise if mlx-lm cannot read the folder without running its code."""
     check_type(folder, config)
     quantized, other = read_quantization(folder), config.get("quantization_config")
+    if quantized is not None and not quantized.own and quantized.spec.quantizer in READ_BY_MLX_LM:
+        quantized = None
     if quantized is not None:
         name = quantized.spec.quantizer
     else:

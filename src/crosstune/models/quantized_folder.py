@@ -1,4 +1,5 @@
-"""Read the quantization of a model folder written by crosstune, bitsandbytes (4 bits) or MLX, and its dense sizes."""
+"""Read the quantization of a model folder written by crosstune, bitsandbytes (4 bits), MLX or as gpt-oss (MXFP4), and its
+dense sizes."""
 
 from __future__ import annotations
 
@@ -43,6 +44,8 @@ _STATE = {"blocksize": whole(1, 2**20), "quant_type": TEXT, "shape": _SHAPE}
 _STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 _COMPUTED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+MXFP4_PARTS = {"packed": "_blocks", "scales": "_scales"}
+"""The ends of the names of a stack's tensors in gpt-oss' files."""
 _SPARE_BYTES = 50_000_000
 """For the tokenizer and other small files."""
 _PACKED_STATE = ".weight.quant_state.bitsandbytes__"
@@ -81,6 +84,8 @@ def read_quantization(folder: Path) -> FolderQuantization | None:
     if isinstance(config.get("quantization"), dict) and "group_size" in config["quantization"]:
         return _read_mlx(folder, config)
     quantization = config.get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        return _read_mxfp4(folder, config)
     if not isinstance(quantization, dict) or not quantization.get("load_in_4bit"):
         return None
     layers = _read_packed_states(folder)
@@ -160,6 +165,32 @@ def _read_mlx(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
     )
 
 
+def _read_mxfp4(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
+    """Read gpt-oss' format: the blocks of a stack of experts, with the scales next to them."""
+    layers: dict[str, dict[str, Any]] = {}
+    for path in weight_files(folder):
+        for name, entry in read_header(path).tensors.items():
+            stack = name.removesuffix(MXFP4_PARTS["packed"])
+            if stack == name:
+                continue
+            if len(entry["shape"]) != 4:
+                raise UnreadableFile(path, f"{name} has {len(entry['shape'])} dimensions instead of 4")
+            experts, rows, groups, half = entry["shape"]
+            layers |= {f"{stack}.{number}": {"shape": [rows, groups * half * 2]} for number in range(experts)}
+    if not layers:
+        raise UserError(
+            f"{folder} is marked as mxfp4, but contains no mxfp4 weights.",
+            why=f"no tensor is named *{MXFP4_PARTS['packed']}.",
+            do="download or copy the model again",
+        )
+    return FolderQuantization(
+        spec=QuantSpec(quantizer="mxfp4", bits=4, group_size=32, double=False),
+        own=False,
+        dtype=config.get("dtype") or config.get("torch_dtype") or "bfloat16",
+        layers=layers,
+    )
+
+
 def _group_size(form: Mapping[str, Any], layer: str) -> int:
     override = form.get(layer)
     return int(override["group_size"] if isinstance(override, dict) else form["group_size"])
@@ -209,10 +240,12 @@ def _read_dense(folder: Path) -> tuple[FolderQuantization | None, dict[str, Any]
     """Return a folder's quantization, and the header entries of the tensors that are not part of a quantized layer."""
     quantized = read_quantization(folder)
     layers = quantized.layers if quantized is not None else {}
+    is_mxfp4 = quantized is not None and quantized.spec.quantizer == "mxfp4" and not quantized.own
     entries = {
         name: entry
         for path in weight_files(folder)
         for name, entry in read_header(path).tensors.items()
         if name.removesuffix(".scales").removesuffix(".biases").partition(".weight")[0] not in layers
+        and not (is_mxfp4 and name.endswith(tuple(MXFP4_PARTS.values())))
     }
     return quantized, entries

@@ -20,12 +20,13 @@ from crosstune.files.json_files import write_json
 from crosstune.models.folder import read_config_json
 from crosstune.models.quantized_folder import (
     FORMAT,
+    MXFP4_PARTS,
     OWN_METHOD,
     RECORD,
     FolderQuantization,
     read_quantization,
 )
-from crosstune.torch_engine.loading.stream import Place, find_tensors, read_tensor
+from crosstune.torch_engine.loading.stream import Place, find_tensors, read_slice, read_tensor
 from crosstune.torch_engine.loading.weight_forms import WeightForm, single_form, weight_forms
 from crosstune.torch_engine.quantized import StoredWeight, open_quantizer, restore_weight
 
@@ -58,8 +59,18 @@ class Prequantized:
     @cached_property
     def dense(self) -> dict[str, Place]:
         """Tensors that are not part of a quantized weight."""
-        held = {f"{layer}.weight{part}" for layer, parts in self._parts.items() for part in parts}
+        if self.is_mxfp4:
+            held = {
+                f"{layer.rpartition('.')[0]}{end}" for layer in self.layers for end in MXFP4_PARTS.values()
+            }
+        else:
+            held = {f"{layer}.weight{part}" for layer, parts in self._parts.items() for part in parts}
         return {name: place for name, place in self.places.items() if name not in held}
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """True for stacks of experts in gpt-oss' own format."""
+        return self.spec.quantizer == "mxfp4" and not self.facts.own
 
     def forms(self, model: nn.Module) -> dict[str, WeightForm]:
         """Return the quantized weights by parameter. Expert stacks are stored matrix by matrix."""
@@ -80,6 +91,13 @@ class Prequantized:
 
     def stored(self, layer: str, device: torch.device) -> StoredWeight:
         """Read the quantized weight of a layer."""
+        if self.is_mxfp4:
+            stack, _, number = layer.rpartition(".")
+            slices = {
+                part: read_slice(self.places[f"{stack}{end}"], int(number)).to(device)
+                for part, end in MXFP4_PARTS.items()
+            }
+            return restore_weight("mxfp4", slices, self.facts.layers[layer])
         tensors = {
             part.removeprefix("."): read_tensor(place).to(device)
             for part, place in self._parts[layer].items()
@@ -157,7 +175,7 @@ def check_plain(folder: Path) -> None:
     bits = next((f" with {n} bits" for n in (8, 4) if settings.get(f"load_in_{n}bit")), "")
     raise UserError(
         f"{folder} contains weights quantized by {settings.get('quant_method', 'another tool')}{bits}.",
-        why="crosstune reads plain weights, 4-bit bitsandbytes folders and folders written by crosstune convert.",
+        why="crosstune reads plain weights, 4-bit bitsandbytes folders, MXFP4 and folders written by crosstune convert.",
         do="specify the folder or hub id of the model's original weights",
     )
 

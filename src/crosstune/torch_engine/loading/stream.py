@@ -68,6 +68,13 @@ def read_tensor(place: Place) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=place.dtype).reshape(place.shape)
 
 
+def read_slice(place: Place, number: int) -> torch.Tensor:
+    """Read one entry of the first dimension."""
+    size = (place.end - place.start) // place.shape[0]
+    start = place.start + number * size
+    return read_tensor(Place(place.file, place.dtype, place.shape[1:], start, start + size))
+
+
 def read_ahead(names: Sequence[str], places: dict[str, Place], *, num_workers: int) -> Iterator[torch.Tensor]:
     """Yield tensors in the order of `names` while the next `num_workers` are read in threads."""
     with ThreadPoolExecutor(max_workers=num_workers) as pool:

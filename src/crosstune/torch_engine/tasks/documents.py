@@ -76,7 +76,9 @@ def separate_documents(model: nn.Module) -> None:
 
     def set_lengths(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         lengths = document_lengths(options["position_ids"]) if is_packed(options) else None
-        for layer in layers:  # kept until the next call: recomputation runs the layers again in the backward pass
+        for (
+            layer
+        ) in layers:  # kept until the next call: recomputation runs the layers again in the backward pass
             layer.lengths = lengths
 
     model.register_forward_pre_hook(set_lengths, with_kwargs=True)
