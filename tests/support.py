@@ -160,7 +160,7 @@ def tiny_config(family: str, vocab: int) -> Any:
             attn_pdrop=0.0,
         ),
         "mixtral": lambda: hf.MixtralConfig(**shared, num_local_experts=4),
-        "gpt_oss": lambda: hf.GptOssConfig(**shared, head_dim=16, num_local_experts=4),
+        "gpt_oss": lambda: hf.GptOssConfig(**shared, head_dim=16, num_local_experts=4, sliding_window=7),
         "qwen3_moe": lambda: hf.Qwen3MoeConfig(
             **shared, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
         ),

@@ -22,7 +22,17 @@ SHAPE = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hid
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 SHAPE |= {"pad_token_id": 0}
 WINDOW = 7  # shorter than the documents, so that a sliding window is at work within them
-HYBRIDS = ("qwen3_5", "qwen3_next", "granitemoehybrid", "nemotron_h", "falcon_h1", "lfm2", "jamba", "mamba")
+HYBRIDS = (
+    "qwen3_5",
+    "qwen3_next",
+    "granitemoehybrid",
+    "nemotron_h",
+    "falcon_h1",
+    "lfm2",
+    "jamba",
+    "mamba",
+    "gpt_oss",
+)
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**SHAPE),
     "qwen2": lambda: transformers.Qwen2Config(**SHAPE),
@@ -32,7 +42,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=WINDOW),
     "phi3": lambda: transformers.Phi3Config(**SHAPE),
 } | {kind: lambda kind=kind: tiny_config(kind, 128) for kind in HYBRIDS}
-EAGER_ONLY = ("gemma2", "mamba")
+EAGER_ONLY = ("gemma2", "mamba", "gpt_oss")
 
 
 def causal_loss_sum(model: Any, batch: TokenBatch, *, device: torch.device) -> torch.Tensor:

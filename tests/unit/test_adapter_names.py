@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from crosstune.models.adapter_choice import Layers, choose_names, describe_left_out, name_for_peft
+from crosstune.models.adapter_choice import (
+    Layers,
+    choose_names,
+    describe_left_out,
+    describe_reach,
+    name_for_peft,
+)
 from crosstune.models.adapter_files import canonical_name, peft_name
 
 LAYERS = [
@@ -63,3 +69,13 @@ def test_what_all_leaves_out_is_described() -> None:
         *LAYERS[3:],
         *STACKS[2:],
     ]
+
+
+def test_names_that_reach_few_blocks_are_reported() -> None:
+    hybrid = [f"model.layers.{n}.linear_attn.in_proj_qkv" for n in range(3)] + [
+        f"model.layers.3.self_attn.{part}_proj" for part in "qkv"
+    ]
+    [warning] = describe_reach(hybrid[3:], hybrid, targets="default")
+    assert "1 of 4 blocks" in warning and "in_proj_qkv" in warning
+    assert describe_reach(hybrid, hybrid, targets="all") == []
+    assert describe_reach(hybrid[3:], hybrid, targets=r"layers\.3\..*") == [], "chosen by the user"

@@ -23,6 +23,7 @@ from crosstune.models.adapter_choice import (
     choose_names,
     choose_saved,
     describe_left_out,
+    describe_reach,
     name_for_peft,
     name_saved,
     saved_modules,
@@ -161,11 +162,15 @@ def target_name(expert_layer: str) -> str:
 
 
 def warn_of_left_out(model: nn.Module, targets: str, *, quantized: bool, layers: Layers) -> list[str]:
-    """Return warnings about experts without adapters under `all`, or dense in a quantized base."""
+    """Return warnings about experts without adapters under `all`, about names that reach few blocks, and about experts that
+    stay dense in a quantized base."""
     experts = expert_layers(model)
     chosen = choose_targets(model, targets, layers=layers)
     why = "MLX adapts linear layers; a torch backend adapts experts too"
-    warnings = describe_left_out(chosen, layers.choose(experts), why=why) if targets == "all" else []
+    if targets == "all":
+        warnings = describe_left_out(chosen, layers.choose(experts), why=why)
+    else:
+        warnings = describe_reach(chosen, layers.choose(list(linear_layers(model))), targets=targets)
     modules = dict(model.named_modules())
     dense = [name for name in experts if "scales" not in modules[name]]
     if quantized and dense:

@@ -293,6 +293,20 @@ def describe_left_out(chosen: Sequence[str], experts: Sequence[str], *, why: str
     ]
 
 
+def describe_reach(chosen: Sequence[str], layers: Sequence[str], *, targets: str) -> list[str]:
+    """Return a warning if adapters reach fewer than half of the blocks, as names of attention do in a hybrid model."""
+    blocks = {_block(name) for name in layers} - {-1}
+    reached = {_block(name) for name in chosen} & blocks
+    is_pattern = not all(_WORD.fullmatch(part.strip()) for part in targets.split(","))
+    if 2 * len(reached) >= len(blocks) or is_pattern:  # a pattern may choose few blocks on purpose
+        return []
+    without = sorted({name.rpartition(".")[2] for name in layers if _block(name) not in reached})
+    return [
+        f"--lora_target_modules {targets[:80]} adapts {len(reached)} of {len(blocks)} blocks; the others contain "
+        f"{', '.join(without)[:200]}; to adapt every block, use --lora_target_modules all"
+    ]
+
+
 def _in_attention(name: str) -> bool:
     return any("attn" in part or "attention" in part for part in name.split("."))
 

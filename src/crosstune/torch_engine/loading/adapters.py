@@ -23,6 +23,7 @@ from crosstune.models.adapter_choice import (
     choose_names,
     choose_saved,
     describe_left_out,
+    describe_reach,
     name_for_peft,
     name_saved,
     saved_modules,
@@ -313,10 +314,11 @@ def choose_targets(model: nn.Module, targets: str, *, dora: bool, layers: Layers
 
 
 def warn_of_left_out(model: nn.Module, chosen: Sequence[str], plan: Plan) -> list[str]:
-    """Return a warning if the target `all` does not include expert weights."""
-    if plan.config.lora_target_modules != "all":
-        return []
+    """Return a warning if the target `all` does not include expert weights, or if others reach few blocks."""
+    targets, layers = plan.config.lora_target_modules, Layers.from_config(plan.config)
+    if targets != "all":
+        return describe_reach(chosen, layers.choose(list(linear_layers(model))), targets=targets)
     by_model = f"{type(model).__name__} computes their matmuls itself"
-    experts = Layers.from_config(plan.config).choose(expert_weights(model))
+    experts = layers.choose(expert_weights(model))
     why = "DoRA does not support experts" if plan.method == "dora" else by_model
     return describe_left_out(chosen, experts, why=why)

@@ -27,7 +27,7 @@ from crosstune.torch_engine.loading.stream import find_tensors, read_tensor
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.results.verify import model_logits, original_weights
 from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
-from crosstune.torch_engine.tasks.documents import give_masks, separate_documents, stateful_layers
+from crosstune.torch_engine.tasks.documents import give_masks, separate_documents
 from crosstune.torch_engine.tasks.model_input import (
     ModelInput,
     fast_arrays,
@@ -271,9 +271,11 @@ def ensure_separates_documents(model: nn.Module, *, device: torch.device) -> Non
     if getattr(model, "separates_documents", False):
         return
     separate_documents(model)
-    if leaks(model, device=device) and stateful_layers(model):
+    is_leaking = leaks(model, device=device)
+    if is_leaking and getattr(model.config, "layer_types", None):
         give_masks(model)
-    if leaks(model, device=device):
+        is_leaking = leaks(model, device=device)
+    if is_leaking:
         raise UserError(
             f"--packing cannot be used with {type(model).__name__}.",
             why="its layers carry values across the boundary between documents in a row.",
@@ -288,5 +290,8 @@ def leaks(model: nn.Module, *, device: torch.device) -> bool:
     rows = torch.stack([documents[[0, 2]].reshape(-1), documents[[1, 2]].reshape(-1)])
     positions = torch.arange(8, device=device).repeat(2, 2)
     with evaluating(model), torch.no_grad():
-        logits = model(input_ids=rows, position_ids=positions, use_cache=False).logits[:, 8:].float()
+        try:
+            logits = model(input_ids=rows, position_ids=positions, use_cache=False).logits[:, 8:].float()
+        except (AttributeError, TypeError, ValueError, IndexError):  # the model takes no such masks
+            return True
     return bool((logits[0] - logits[1]).abs().max() > 1e-4 * logits.abs().max())

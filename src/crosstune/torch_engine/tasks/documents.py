@@ -85,14 +85,22 @@ def separate_documents(model: nn.Module) -> None:
 
 
 def give_masks(model: nn.Module) -> None:
-    """Pass a mask of packed rows to a hybrid model that ignores positions when it makes its own (Granite 4)."""
+    """Pass the masks of packed rows to a model that ignores positions when it makes its own (Granite 4, gpt-oss)."""
+    config: Any = model.config
+    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    kinds = set(config.layer_types)
 
     def add_mask(
         _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if is_packed(options) and options.get("attention_mask") is None:
-            mask = added_mask(options["position_ids"], model)
-            options = options | {"attention_mask": {"full_attention": mask, "linear_attention": None}}
+            positions = options["position_ids"]
+            masks = {
+                kind: added_mask(positions, model, window=window)
+                for kind, window in windows.items()
+                if kind in kinds or kind == "full_attention"
+            }
+            options = options | {"attention_mask": {"linear_attention": None} | masks}
         return arguments, options
 
     model.register_forward_pre_hook(add_mask, with_kwargs=True)

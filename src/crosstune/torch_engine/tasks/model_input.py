@@ -115,12 +115,14 @@ def fork_mask(given: ModelInput, model: nn.Module) -> torch.Tensor:
     return added_mask(given.positions, model, forks=forks)
 
 
-def added_mask(positions: torch.Tensor, model: nn.Module, *, forks: Forks | None = None) -> torch.Tensor:
+def added_mask(
+    positions: torch.Tensor, model: nn.Module, *, forks: Forks | None = None, window: int | None = None
+) -> torch.Tensor:
     """Return a mask of attention within documents, to be added to the scores."""
     device = positions.device
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else next(model.parameters()).dtype
-    hidden = ~Documents(*positions.shape, positions, forks=forks).mask(None, device)
+    hidden = ~Documents(*positions.shape, positions, forks=forks).mask(window, device)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, torch.finfo(dtype).min)
 
 
