@@ -15,10 +15,9 @@ from typing import Any
 
 from crosstune.core.errors import UserError, shown
 from crosstune.core.sampling import GREEDY, Sampling
-from crosstune.data.render.types import Message
 from crosstune.files.json_files import parse_json
-from crosstune.serve.router import LOOPBACK_NAMES
 
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 WAIT_S = 600.0
 """Longest wait for the next token: a server may load a model or read a long prompt first."""
 _CONNECT_S = 20.0
@@ -39,7 +38,7 @@ class ServerModel:
 
     def answer(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Mapping[str, Any]],
         *,
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
