@@ -31,6 +31,8 @@ else:
         resource.setrlimit(getattr(resource, name), value)
 (runpy.run_path if program.endswith(".py") else runpy.run_module)(program, run_name="__main__")
 """
+_OUTPUT_S = 1.0
+"""Longest wait for the text of a call whose reply is there."""
 _KEPT_OUTPUT = 1 << 16
 """Bytes of a call's output that are kept."""
 
@@ -45,7 +47,9 @@ def command_of(program: str | Path, *, memory_bytes: int, **limits: int) -> list
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
     """Kill a child that leads its own session, with the processes that it started, and collect it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses for a process that has ended
+    with contextlib.suppress(
+        ProcessLookupError, PermissionError
+    ):  # macOS refuses for a process that has ended
         os.killpg(child.pid, signal.SIGKILL) if hasattr(os, "killpg") else child.kill()
     child.wait()
 
@@ -85,15 +89,16 @@ class ChildLost(Exception):
 
 
 class Worker:
-    """A file of Python in a child process that is kept alive: it reads a line of JSON from its standard input for each call,
-    and writes a line of JSON to its standard output. After a death or a time-out, the next call starts it again."""
+    """A file of Python in a child process that is kept alive. For each call it reads a line of JSON from its standard input,
+    writes a zero byte to its standard error after the text of the call, and a line of JSON to its standard output. After a
+    death or a time-out, the next call starts it again."""
 
     def __init__(self, program: Path, *, memory_bytes: int, environment: Mapping[str, str]) -> None:
         self._command = command_of(program, memory_bytes=memory_bytes)
         self._environment = dict(environment)
         self._child: subprocess.Popen[bytes] | None = None
         self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._printed = bytearray()
+        self._printed, self._is_whole = bytearray(), threading.Event()
 
     @property
     def is_alive(self) -> bool:
@@ -105,6 +110,7 @@ class Worker:
             self._start()
         child = self._child
         assert child is not None and child.stdin is not None
+        self._is_whole.clear()
         try:
             child.stdin.write(json.dumps(request).encode() + b"\n")
             child.stdin.flush()
@@ -121,6 +127,7 @@ class Worker:
             self.close()
             ending = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
             raise ChildLost(f"its process ended with {ending}")
+        self._is_whole.wait(_OUTPUT_S)
         return json.loads(reply)
 
     def printed(self) -> str:
@@ -145,7 +152,10 @@ class Worker:
         )
         self._replies = queue.SimpleQueue()
         assert self._child.stdout is not None and self._child.stderr is not None
-        for read, stream in ((self._read_replies, self._child.stdout), (self._read_output, self._child.stderr)):
+        for read, stream in (
+            (self._read_replies, self._child.stdout),
+            (self._read_output, self._child.stderr),
+        ):
             threading.Thread(target=read, args=(stream, self._replies), daemon=True).start()
 
     def _read_replies(self, stream: IO[bytes], replies: queue.SimpleQueue[bytes]) -> None:
@@ -157,4 +167,6 @@ class Worker:
     def _read_output(self, stream: IO[bytes], replies: queue.SimpleQueue[bytes]) -> None:
         with stream:
             while part := os.read(stream.fileno(), 1 << 16):
-                self._printed += part[: max(0, _KEPT_OUTPUT - len(self._printed))]
+                self._printed += part.replace(b"\0", b"")[: max(0, _KEPT_OUTPUT - len(self._printed))]
+                if part.endswith(b"\0"):
+                    self._is_whole.set()

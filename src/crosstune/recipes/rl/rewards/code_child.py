@@ -10,19 +10,40 @@ import ctypes
 import json
 import os
 import platform
+import signal
 import struct
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 _NO_NETWORK = ("socket.",)
 _FORBIDDEN = (
-    *("subprocess.", "os.exec", "os.fork", "os.kill", "os.posix_spawn", "os.spawn", "os.startfile", "os.system"),
+    *(
+        "subprocess.",
+        "os.exec",
+        "os.fork",
+        "os.kill",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.startfile",
+        "os.system",
+    ),
     *("ctypes.call_function", "ctypes.dlopen", "ctypes.dlsym", "os.link", "pty.", "resource.", "signal."),
 )
 """Beginnings of audit events: processes, native code, limits."""
-_CHANGES = (
-    "os.chflags os.chmod os.chown os.mkdir os.remove os.rename os.rmdir os.setxattr os.symlink os.truncate os.utime"
-).split()
+_CHANGES = [
+    "os.chflags",
+    "os.chmod",
+    "os.chown",
+    "os.mkdir",
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.setxattr",
+    "os.symlink",
+    "os.truncate",
+    "os.utime",
+]
 """Audit events that change the path in one of their first two arguments."""
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -119,9 +140,10 @@ def main() -> NoReturn:
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nothing, number)
+    signal.alarm(request["seconds"])  # ends the process if its parent is gone
     in_kernel = deny_system_calls()
     # The filter denies sockets of the network, and permits the pair of sockets inside asyncio.
-    forbid(os.path.realpath(os.getcwd()), *(() if in_kernel else _NO_NETWORK))
+    forbid(os.path.realpath(Path.cwd()), *(() if in_kernel else _NO_NETWORK))
     found: dict[str, Any] = {"token": request["token"], "in_kernel": in_kernel, "passed": 0}
     try:
         found["passed"] = run_tests(request["code"], request["tests"])

@@ -95,7 +95,7 @@ def main() -> None:
     os.dup2(2, 1)  # what the function prints goes to the parent's log
     function: Function | None = None
     for line in _read_ahead(requests):
-        request, reply = json.loads(line), {}
+        request, reply = json.loads(line), dict[str, Any]()
         try:
             if function is None:
                 function = load(request["file"], request["function"])
@@ -105,6 +105,7 @@ def main() -> None:
             reply = {"error": _described(error)}
         sys.stdout.flush()
         sys.stderr.flush()
+        os.write(2, b"\0")  # nothing of this call follows
         replies.write(json.dumps(reply).encode() + b"\n")
         replies.flush()
 
