@@ -199,9 +199,7 @@ def test_a_wrong_list_is_rejected_with_the_forms(asked: Mapping[str, Any], words
 
 
 def test_names_are_unique_and_weights_are_in_order(open_: Open, functions: str) -> None:
-    rewards = open_(
-        f"json,{functions}:array*2,json*0,json:schema.json" if False else f"json,{functions}:array*2,json*0"
-    )
+    rewards = open_(f"json,{functions}:array*2,json*0")
     assert rewards.names == ["json", "array", "json_2"] and rewards.weights == [1.0, 2.0, 0.0]
     found = rewards.score(answers("[]", "no"))
     assert found.tolist() == [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]] and found.dtype == np.float64
