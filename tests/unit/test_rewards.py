@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -181,13 +182,13 @@ def test_a_list_of_rewards_is_read_with_its_weights() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"reward": "exat:answer"}, "did you mean exact"),
+        ({"reward": "exat:answer"}, "each one of FILE.py:FUNCTION"),
         ({"reward": "exact"}, "exact:COLUMN"),
         ({"reward": "regex:("}, "this one is not"),
-        ({"reward": "length:9-2"}, "length:MIN-MAX"),
-        ({"reward": "tags:a,a"}, "tags:NAME,NAME"),
-        ({"reward": "json:"}, "json or json:SCHEMA_FILE"),
-        ({"reward": "json*1e9"}, "weights from -1e6 to 1e6"),
+        ({"reward": "length:9-2"}, "MIN at most MAX"),
+        ({"reward": "tags:a,<b>"}, "tags:NAME,NAME"),
+        ({"reward": "json:"}, "json, json:SCHEMA_FILE"),
+        ({"reward": "json*1234567890"}, "each one of"),
         ({"reward": "json", "reward_weights": "x"}, "in the order of --reward"),
         ({"reward_timeout": "soon"}, "a duration such as"),
         ({"reward_memory": "0"}, "from 0.1 to"),
@@ -209,7 +210,7 @@ def test_names_are_unique_and_weights_are_in_order(open_: Open, functions: str) 
             open_("json,exact:a", reward_weights=weights)
     with pytest.raises(UserError, match="does not match") as caught:
         open_("json*2,exact:a", reward_weights="1,2")
-    assert "not in both" in caught.value.do
+    assert "no weights in --reward itself" in caught.value.do
 
 
 def test_a_function_has_the_arguments_of_trl(open_: Open, functions: str, seen: Seen) -> None:
@@ -419,6 +420,7 @@ ATTACKS = {
 }  # fmt: skip
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the filter of system calls is Linux's")
 def test_code_cannot_reach_out(open_: Open, tmp_path: Path) -> None:
     kept, file = tmp_path / "kept", tmp_path / "made"
     kept.write_text("kept")

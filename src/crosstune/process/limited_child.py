@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from crosstune.core.errors import UserError
 
@@ -31,10 +30,6 @@ else:
         resource.setrlimit(getattr(resource, name), value)
 (runpy.run_path if program.endswith(".py") else runpy.run_module)(program, run_name="__main__")
 """
-_OUTPUT_S = 1.0
-"""Longest wait for the text of a call whose reply is there."""
-_KEPT_OUTPUT = 1 << 16
-"""Bytes of a call's output that are kept."""
 
 
 def command_of(program: str | Path, *, memory_bytes: int, **limits: int) -> list[str]:
@@ -90,83 +85,59 @@ class ChildLost(Exception):
 
 class Worker:
     """A file of Python in a child process that is kept alive. For each call it reads a line of JSON from its standard input,
-    writes a zero byte to its standard error after the text of the call, and a line of JSON to its standard output. After a
-    death or a time-out, the next call starts it again."""
+    and writes a line of JSON to its standard output. After a death or a time-out, the next call starts it again."""
 
     def __init__(self, program: Path, *, memory_bytes: int, environment: Mapping[str, str]) -> None:
         self._command = command_of(program, memory_bytes=memory_bytes)
         self._environment = dict(environment)
         self._child: subprocess.Popen[bytes] | None = None
-        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._printed, self._is_whole = bytearray(), threading.Event()
 
     @property
     def is_alive(self) -> bool:
         return self._child is not None and self._child.poll() is None
 
-    def call(self, request: Any, *, wait_s: float) -> Any:
+    def call(self, request: Mapping[str, Any], *, wait_s: float) -> Any:
         """Return the reply to a request; raise ChildLost if there is none within `wait_s` seconds."""
         if not self.is_alive:
-            self._start()
-        child = self._child
-        assert child is not None and child.stdin is not None
-        self._is_whole.clear()
-        try:
-            child.stdin.write(json.dumps(request).encode() + b"\n")
-            child.stdin.flush()
-            reply = self._replies.get(timeout=wait_s)
-        except queue.Empty:
             self.close()
-            raise ChildLost(f"it did not return within {wait_s:g} s") from None
-        except BrokenPipeError:
-            reply = b""
-        if not reply:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(5)
-            code = child.returncode
-            self.close()
-            ending = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
-            raise ChildLost(f"its process ended with {ending}")
-        self._is_whole.wait(_OUTPUT_S)
-        return json.loads(reply)
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+            self._child = subprocess.Popen(self._command, env=self._environment, **pipes)
+        child, ended = self._child, threading.Event()
+        assert child is not None and child.stdin is not None and child.stdout is not None
 
-    def printed(self) -> str:
-        """Return the text that was written since the last time, at most the first 64 KiB."""
-        text, self._printed = bytes(self._printed), bytearray()
-        return text.decode(errors="replace")
+        def end() -> None:
+            ended.set()
+            end_group(child)
+
+        timer = threading.Timer(wait_s, end)
+        timer.start()
+        reply = b""
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.write(json.dumps({**request, "wait_s": wait_s}).encode() + b"\n")
+                child.stdin.flush()
+                reply = child.stdout.readline()
+        finally:
+            timer.cancel()
+            timer.join()  # it may be ending the child
+            if not reply:  # or a signal interrupted the wait: a late reply would belong to the next call
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(1)
+                self.close()
+        if reply:
+            return json.loads(reply)
+        if ended.is_set():
+            raise ChildLost(f"it did not return within {wait_s:g} s")
+        code = child.returncode
+        ending = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+        raise ChildLost(f"its process ended with {ending}")
 
     def close(self) -> None:
         """End the child and everything that it started."""
-        if self._child is not None:
-            end_group(self._child)
-            assert self._child.stdin is not None
+        child, self._child = self._child, None
+        if child is not None:
+            assert child.stdin is not None and child.stdout is not None
+            end_group(child)
             with contextlib.suppress(OSError):  # unwritten bytes for a dead child
-                self._child.stdin.close()
-            self._child = None
-
-    def _start(self) -> None:
-        self.close()
-        pipe = subprocess.PIPE
-        self._child = subprocess.Popen(
-            self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=self._environment, start_new_session=True
-        )
-        self._replies = queue.SimpleQueue()
-        assert self._child.stdout is not None and self._child.stderr is not None
-        for read, stream in (
-            (self._read_replies, self._child.stdout),
-            (self._read_output, self._child.stderr),
-        ):
-            threading.Thread(target=read, args=(stream, self._replies), daemon=True).start()
-
-    def _read_replies(self, stream: IO[bytes], replies: queue.SimpleQueue[bytes]) -> None:
-        with stream:
-            for line in stream:
-                replies.put(line)
-        replies.put(b"")
-
-    def _read_output(self, stream: IO[bytes], replies: queue.SimpleQueue[bytes]) -> None:
-        with stream:
-            while part := os.read(stream.fileno(), 1 << 16):
-                self._printed += part.replace(b"\0", b"")[: max(0, _KEPT_OUTPUT - len(self._printed))]
-                if part.endswith(b"\0"):
-                    self._is_whole.set()
+                child.stdin.close()
+            child.stdout.close()

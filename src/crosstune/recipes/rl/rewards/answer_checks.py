@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from crosstune.config.options.rewards import RewardSpec, length_range, tag_names
+from crosstune.config.options.rewards import RewardSpec
 from crosstune.core.rewards import ScoredAnswer
 
-Check = Callable[[ScoredAnswer], float | None]
-"""Return the score of an answer; None if its row has no value to compare with."""
+Scores = list[float | str | None]
+"""For each answer its score, None if it has none, or the reason of a failure."""
 
 _NUMBER = re.compile(
     r"(?<![\w.])[-+−]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:e[-+]?\d{1,3}(?!\w))?", re.I
@@ -22,20 +22,37 @@ _CLOSE = Decimal("1e-6")
 """Relative difference of equal numbers, as of 0.333333 and 1/3 in decimals."""
 
 
-def make_check(spec: RewardSpec) -> Check:
-    """Return the check of an `exact`, `number`, `contains`, `length` or `tags` reward."""
-    if spec.kind == "length":
-        low, high, counts_characters = length_range(spec.argument)
-        return lambda one: _length(one.answer, low, high, counts_characters=counts_characters)
-    if spec.kind == "tags":
-        return lambda one: _tags(one.answer, tag_names(spec.argument))
-    compare = {"exact": _exact, "number": _number, "contains": _contains}[spec.kind]
+class Reward:
+    """A reward without its name and weight."""
 
-    def check(one: ScoredAnswer) -> float | None:
-        expected = one.columns.get(spec.argument)
+    def score(self, answers: Sequence[ScoredAnswer]) -> Scores:
+        """Return for each answer its score, None if it has none, or the reason of a failure."""
+        raise NotImplementedError
+
+    def identity(self) -> Any:
+        """Return what determines the scores next to the text of the request, as JSON."""
+
+    def close(self) -> None:
+        """End child processes and free models, if there are any."""
+
+
+class CheckReward(Reward):
+    """An `exact`, `number`, `contains`, `length` or `tags` reward: a check of each answer alone, in this process."""
+
+    def __init__(self, spec: RewardSpec) -> None:
+        self._kind, self._argument = spec.kind, spec.argument
+
+    def score(self, answers: Sequence[ScoredAnswer]) -> Scores:
+        return [self._check(one) for one in answers]
+
+    def _check(self, one: ScoredAnswer) -> float | None:
+        if self._kind == "length":
+            return _length(one.answer, self._argument)
+        if self._kind == "tags":
+            return _tags(one.answer, [name.strip() for name in self._argument.split(",")])
+        expected = one.columns.get(self._argument)
+        compare = {"exact": _exact, "number": _number, "contains": _contains}[self._kind]
         return None if expected is None else compare(final_text(one.answer), expected)
-
-    return check
 
 
 def final_text(answer: str) -> str:
@@ -74,12 +91,13 @@ def _each(expected: Any) -> Sequence[Any]:
     return expected if isinstance(expected, (list, tuple)) else [expected]
 
 
-def _length(text: str, low: int, high: int, *, counts_characters: bool) -> float:
-    """Return 1 within the range; the score falls to 0 towards an empty answer, and towards twice the longest length."""
-    length = len(text) if counts_characters else len(text.split())
+def _length(text: str, argument: str) -> float:
+    """Return 1 within MIN-MAX; the score falls to 0 towards an empty answer, and towards twice the longest length."""
+    low, high = map(int, argument.removesuffix("chars").split("-"))
+    length = len(text) if argument.endswith("chars") else len(text.split())
     if length < low:
         return length / low
-    return max(0.0, 1.0 - (length - high) / high) if length > high else 1.0
+    return max(0.0, 1.0 - (length - high) / max(high, 1)) if length > high else 1.0
 
 
 def _tags(text: str, names: Sequence[str]) -> float:

@@ -5,19 +5,22 @@ This file runs on its own, without importing crosstune.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
+import io
 import json
 import os
-import queue
+import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 Function = Callable[..., Any]
+_MAX_PRINTED = 2000
+"""Characters of a call's output that are returned."""
 
 
 def load(file: str, name: str) -> Function:
@@ -74,40 +77,28 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-def _read_ahead(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield lines; a thread reads them, and ends the process when the parent is gone, also in the middle of a call."""
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in stream:
-            lines.put(line)
-        os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        yield lines.get()
-
-
 def main() -> None:
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)  # what the function prints goes to the parent's log
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # for native code; Python's output is returned
     function: Function | None = None
-    for line in _read_ahead(requests):
-        request, reply = json.loads(line), dict[str, Any]()
-        try:
-            if function is None:
-                function = load(request["file"], request["function"])
-            else:
-                reply["scores"] = call(function, request["columns"])
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
-            reply = {"error": _described(error)}
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.write(2, b"\0")  # nothing of this call follows
+    for line in requests:
+        request, reply, printed = json.loads(line), dict[str, Any](), io.StringIO()
+        if hasattr(signal, "alarm"):
+            signal.alarm(int(request["wait_s"]) + 5)  # ends the process if its parent is gone
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            try:
+                if function is None:
+                    function = load(request["file"], request["function"])
+                else:
+                    reply["scores"] = call(function, request["columns"])
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
+                reply["error"] = _described(error)
+        reply["printed"] = printed.getvalue()[:_MAX_PRINTED]
         replies.write(json.dumps(reply).encode() + b"\n")
         replies.flush()
+        if hasattr(signal, "alarm"):
+            signal.alarm(0)
 
 
 if __name__ == "__main__":

@@ -19,17 +19,13 @@ from crosstune.core.rewards import ScoredAnswer
 from crosstune.files.json_files import read_object
 from crosstune.files.plain_files import file_sha256
 from crosstune.process.limited_child import ChildLost, Worker, command_of, end_group
-from crosstune.recipes.rl.rewards.answer_checks import final_text
+from crosstune.recipes.rl.rewards.answer_checks import Reward, Scores, final_text
 
-Scores = list[float | str | None]
-"""For each answer its score, None if it has none, or the reason of a failure."""
 _PROGRAMS = Path(__file__).parent
 _START_S = 60.0
 """Shortest time limit for the import of a file: of large libraries, on a busy machine."""
 _PATTERN_S = 2.0
 """Longest time of a pattern for one answer."""
-_MAX_PRINTED = 2000
-"""Characters of a call's output that are logged."""
 _MOST_AT_ONCE = 8
 _FILE_BYTES = 64 << 20
 
@@ -40,7 +36,7 @@ class Limits:
     memory_bytes: int
 
 
-class FunctionReward:
+class FunctionReward(Reward):
     """A function with TRL's signature, in a child process that is started again after a death or a time-out."""
 
     def __init__(
@@ -86,12 +82,12 @@ class FunctionReward:
             reply = self._worker.call(request, wait_s=wait_s)
         except ChildLost as error:
             reply = {"error": str(error)}
-        if printed := self._worker.printed().strip():
-            self._say(printed if len(printed) <= _MAX_PRINTED else f"{printed[:_MAX_PRINTED]} ...")
+        if printed := reply.get("printed", "").strip():
+            self._say(printed)
         return reply.get("scores", []), reply.get("error", "")
 
 
-class PatternReward:
+class PatternReward(Reward):
     """A pattern or a JSON schema, each answer in a call of its own: one that takes too long is the only one without a score."""
 
     def __init__(self, function: str, *, text: str, bound: Mapping[str, Any], limits: Limits) -> None:
@@ -132,7 +128,7 @@ def read_schema(file: str) -> Any:
 
 
 @dataclass(kw_only=True)
-class CodeReward:
+class CodeReward(Reward):
     """The fraction of a column's tests that the last fenced block of Python passes, each answer in a process of its own."""
 
     column: str
@@ -143,12 +139,6 @@ class CodeReward:
     def score(self, answers: Sequence[ScoredAnswer]) -> Scores:
         with ThreadPoolExecutor(min(_MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
             return list(pool.map(self._score, answers))
-
-    def identity(self) -> Any:
-        return None
-
-    def close(self) -> None:
-        """Nothing stays open between calls."""
 
     def _score(self, one: ScoredAnswer) -> float | str | None:
         tests = one.columns.get(self.column)

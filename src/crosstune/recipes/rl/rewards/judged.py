@@ -18,7 +18,7 @@ from crosstune.files.openai_client import LOOPBACK_NAMES, ServerAway, ServerMode
 from crosstune.recipes.judge.items import Item, Scale
 from crosstune.recipes.judge.scoring import Score, Scorer, answer_item
 from crosstune.recipes.judge.verdicts import VerdictFormat, prompt_messages
-from crosstune.recipes.rl.rewards.functions import Scores
+from crosstune.recipes.rl.rewards.answer_checks import Reward, Scores
 
 _SCALE = Scale(low=0.0, high=10.0)
 _FORMAT = VerdictFormat(name="score", scale=_SCALE)
@@ -34,7 +34,7 @@ class FindJudge(Protocol):
     def __call__(self, name: str, *, backend: str) -> Scorer: ...
 
 
-class JudgeReward:
+class JudgeReward(Reward):
     """Scores of a judge as fractions of its scale, or the rewards of a reward model as they are. It is loaded for the first
     answers, and reads their text with its own tokenizer."""
 
@@ -65,7 +65,7 @@ class JudgeReward:
 
 
 @dataclass(kw_only=True)
-class ServerReward:
+class ServerReward(Reward):
     """Scores from 0 to 1 by a model behind a server, which reads the rubric, the conversation and the answer."""
 
     server: ServerModel
@@ -99,9 +99,6 @@ class ServerReward:
 
     def identity(self) -> Any:
         return [self.server.name, self.rubric]
-
-    def close(self) -> None:
-        """Nothing stays open between calls."""
 
     def _ask(
         self, answers: Sequence[ScoredAnswer], places: Sequence[int], found: dict[int, float | str | None]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +22,12 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, RewardPrinted, Warned
 from crosstune.core.rewards import ScoredAnswer
 from crosstune.files.plain_files import read_plain_text
-from crosstune.recipes.rl.rewards.answer_checks import make_check
+from crosstune.recipes.rl.rewards.answer_checks import CheckReward, Reward
 from crosstune.recipes.rl.rewards.functions import (
     CodeReward,
     FunctionReward,
     Limits,
     PatternReward,
-    Scores,
     read_schema,
 )
 from crosstune.recipes.rl.rewards.judged import FindJudge, JudgeReward, ServerReward, connect_server
@@ -40,16 +39,6 @@ _BY_ARGUMENT = (*OF_COLUMNS, "regex", "length", "tags")
 _RUBRIC_LIMIT = 1 << 20
 _FIRST_WARNINGS = 3
 """Failures that are warned about one by one; after them, those with the numbers 10, 100, ..."""
-
-
-class Reward(Protocol):
-    def score(self, answers: Sequence[ScoredAnswer]) -> Scores:
-        """Return for each answer its score, None if it has none, or the reason of a failure."""
-
-    def identity(self) -> Any:
-        """Return what determines the scores next to the text of the request, as JSON."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -130,22 +119,6 @@ class OpenedRewards:
     def close(self) -> None:
         for one in self._members:
             one.reward.close()
-
-
-class CheckReward:
-    """A check of each answer alone, in this process."""
-
-    def __init__(self, spec: RewardSpec) -> None:
-        self._check = make_check(spec)
-
-    def score(self, answers: Sequence[ScoredAnswer]) -> Scores:
-        return [self._check(one) for one in answers]
-
-    def identity(self) -> Any:
-        return None
-
-    def close(self) -> None:
-        """Nothing stays open between calls."""
 
 
 def open_rewards(config: Config, *, backend: str, observer: Observer, open_judge: FindJudge) -> OpenedRewards:
