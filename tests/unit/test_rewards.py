@@ -260,6 +260,18 @@ def test_a_function_that_dies_or_hangs_is_started_again(open_: Open, functions: 
     assert "it did not return within 1 s" in seen.warnings[1]
 
 
+def test_a_function_that_can_no_longer_be_imported_has_no_score(
+    open_: Open, functions: str, seen: Seen
+) -> None:
+    rewards = open_(f"{functions}:dies_once")
+    text = Path(functions).read_text()
+    Path(functions).write_text("def f(:")
+    assert [scores(rewards, "a") for _ in range(3)] == [[None]] * 3
+    assert "exit code 7" in seen.warnings[0] and all("SyntaxError" in said for said in seen.warnings[1:])
+    Path(functions).write_text(text)
+    assert scores(rewards, "a") == [1.0]
+
+
 def test_warnings_are_counted_and_do_not_flood(open_: Open, functions: str, seen: Seen) -> None:
     rewards = open_(f"{functions}:few,{functions}:floods")
     for _ in range(12):

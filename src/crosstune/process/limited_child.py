@@ -42,9 +42,7 @@ def command_of(program: str | Path, *, memory_bytes: int, **limits: int) -> list
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
     """Kill a child that leads its own session, with the processes that it started, and collect it."""
-    with contextlib.suppress(
-        ProcessLookupError, PermissionError
-    ):  # macOS refuses for a process that has ended
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses if it has ended
         os.killpg(child.pid, signal.SIGKILL) if hasattr(os, "killpg") else child.kill()
     child.wait()
 
@@ -123,6 +121,7 @@ class Worker:
             if not reply:  # or a signal interrupted the wait: a late reply would belong to the next call
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(1)
+                end_group(child)
                 self.close()
         if reply:
             return json.loads(reply)
@@ -137,7 +136,8 @@ class Worker:
         child, self._child = self._child, None
         if child is not None:
             assert child.stdin is not None and child.stdout is not None
-            end_group(child)
+            if child.poll() is None:  # otherwise its number may be another process's by now
+                end_group(child)
             with contextlib.suppress(OSError):  # unwritten bytes for a dead child
                 child.stdin.close()
             child.stdout.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -51,7 +52,6 @@ class FunctionReward(Reward):
         if not file.is_file():
             raise UserError(f"There is no file {file} (--reward {text}).", do="check the path")
         if problem := self._start():
-            self.close()
             do = f"define it there as `def {function}(prompts, completions, **kwargs)`, and return a list of numbers"
             raise UserError(f"--reward {text} cannot be used.", why=f"{problem}.", do=do)
 
@@ -73,8 +73,11 @@ class FunctionReward(Reward):
         self._worker.close()
 
     def _start(self) -> str:
+        """Import the function in a new process; return the reason of a failure, or an empty text."""
         request = {"file": str(self._file.absolute()), "function": self._function}
-        return self._ask(request, wait_s=max(self._limits.time_s, _START_S))[1]
+        if problem := self._ask(request, wait_s=max(self._limits.time_s, _START_S))[1]:
+            self.close()
+        return problem
 
     def _ask(self, request: Any, *, wait_s: float) -> tuple[Scores, str]:
         """Return the scores and the reason why there are none, or an empty text."""
@@ -91,11 +94,8 @@ class PatternReward(Reward):
     """A pattern or a JSON schema, each answer in a call of its own: one that takes too long is the only one without a score."""
 
     def __init__(self, function: str, *, text: str, bound: Mapping[str, Any], limits: Limits) -> None:
-        file, limits = (
-            _PROGRAMS / "pattern_functions.py",
-            replace(limits, time_s=min(limits.time_s, _PATTERN_S)),
-        )
-        self._bound = dict(bound)
+        file, self._bound = _PROGRAMS / "pattern_functions.py", dict(bound)
+        limits = replace(limits, time_s=min(limits.time_s, _PATTERN_S))
         self._inner = FunctionReward(file, function, text=text, limits=limits, say=lambda printed: None)
 
     def score(self, answers: Sequence[ScoredAnswer]) -> Scores:
@@ -165,22 +165,13 @@ class CodeReward(Reward):
             tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
             tempfile.TemporaryFile() as out,
         ):
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.DEVNULL,
-                cwd=folder,
-                env={"HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": out, "stderr": subprocess.DEVNULL}
+            variables = {"HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+            child = subprocess.Popen(command, cwd=folder, env=variables, start_new_session=True, **pipes)
+            asked = json.dumps({**request, "token": token, "seconds": seconds + 5}).encode()
             try:
-                child.communicate(
-                    json.dumps({**request, "token": token, "seconds": seconds + 5}).encode(),
-                    self.limits.time_s,
-                )
-            except subprocess.TimeoutExpired:
-                pass  # the answer's fault: no test passed
+                with contextlib.suppress(subprocess.TimeoutExpired):  # then no test has passed
+                    child.communicate(asked, self.limits.time_s)
             finally:
                 end_group(child)
             out.seek(0)
@@ -223,6 +214,8 @@ def _columns(answers: Sequence[ScoredAnswer]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON has it; dates and other objects become text."""
-    return json.loads(
-        json.dumps(value, default=lambda other: other.tolist() if hasattr(other, "tolist") else str(other))
-    )
+
+    def convert(other: Any) -> Any:
+        return other.tolist() if hasattr(other, "tolist") else str(other)
+
+    return json.loads(json.dumps(value, default=convert, skipkeys=True))
