@@ -158,3 +158,15 @@ def test_a_judge_that_cannot_score_is_rejected_by_name(tiny_model: Path, home: P
             open_(watch_judge=str(name))
     with pytest.raises(UserError, match="There is no reward"):
         open_()
+
+
+@pytest.mark.cuda
+def test_a_judge_scores_alike_on_a_gpu(judge: Path, reward_model: Path) -> None:
+    text = f"judge:{judge},judge:{reward_model}"
+    found = []
+    for backend in ("cpu", "cuda"):
+        config = make_config(reward=text)
+        rewards = open_rewards(config, backend=backend, observer=Observers(), open_judge=find_judge_scorer)
+        found.append(rewards.score(answers(*TEXTS)))
+        rewards.close()
+    assert found[1] == pytest.approx(found[0], abs=1e-3)
