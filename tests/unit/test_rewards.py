@@ -547,8 +547,11 @@ def test_a_server_that_goes_away_is_waited_for(
     kind.failures = [0, 503, 429]
     assert scores(rewards, "four", "a") == [0.4, 0.1]
     assert seen.warnings and "Trying again in 1 s" in seen.warnings[0]
-    kind.failures = [400]
-    with pytest.raises(UserError, match="status 400") as caught:
+    kind.failures = [400]  # as for an answer beyond the server's context
+    assert sorted(scores(rewards, "four", "four"), key=str) == [0.4, None]
+    assert "no score for 1 of 2 answers" in seen.warnings[-1] and "status 400. busy" in seen.warnings[-1]
+    kind.failures = [401]
+    with pytest.raises(UserError, match="rejects the key") as caught:
         scores(rewards, "a")
     assert not isinstance(caught.value, RewardUnavailable)
 

@@ -26,12 +26,18 @@ _MAX_BYTES = 1 << 20
 """The largest list of models, and the longest line of an answer."""
 _AWAY = (408, 409, 425, 429)
 """Statuses, next to those from 500 on, with which a server asks to try again later."""
+_REJECTED = (400, 413, 422)
+"""Statuses that concern the content of a request."""
 _OTHER_NAMES = {"repetition_penalty": ("repetition_penalty", "repeat_penalty")}
 """Sampling setting -> its names in servers: llama.cpp has its own for some."""
 
 
 class ServerAway(UserError):
     """The server does not answer now; the same request may succeed later."""
+
+
+class RequestRejected(UserError):
+    """The server does not accept this request, such as a prompt beyond its context; it may accept others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +138,14 @@ def _refused(url: str, code: int, body: bytes) -> UserError:
         found = parse_json(body, foreign=True)["error"]
         reason = str(found["message"] if isinstance(found, dict) else found)
     if code in (401, 403):
-        return UserError(f"The server at {url} rejects the key.", why=reason, do="pass --api_key KEY")
-    kind = ServerAway if code in _AWAY or code >= 500 else UserError
+        return UserError(
+            f"The server at {url} rejects the key.",
+            why=reason,
+            do="pass the right one: --api_key KEY of a command, CROSSTUNE_REWARD_KEY in the environment for a reward",
+        )
+    kind = RequestRejected if code in _REJECTED else UserError
+    if code in _AWAY or code >= 500:
+        kind = ServerAway
     return kind(f"The server at {url} answered with status {code}.", why=reason)
 
 

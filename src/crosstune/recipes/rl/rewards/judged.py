@@ -8,13 +8,13 @@ import time
 import urllib.parse
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from crosstune.core.errors import UserError, shown
 from crosstune.core.events import Observer
 from crosstune.core.rewards import RewardUnavailable, ScoredAnswer
-from crosstune.files.openai_client import LOOPBACK_NAMES, ServerAway, ServerModel, connect
+from crosstune.files.openai_client import LOOPBACK_NAMES, RequestRejected, ServerAway, ServerModel, connect
 from crosstune.recipes.judge.items import Item, Scale
 from crosstune.recipes.judge.scoring import Score, Scorer, answer_item
 from crosstune.recipes.judge.verdicts import VerdictFormat, prompt_messages
@@ -24,7 +24,7 @@ _SCALE = Scale(low=0.0, high=10.0)
 _FORMAT = VerdictFormat(name="score", scale=_SCALE)
 _MAX_NEW_TOKENS = 2048
 _MOST_AT_ONCE = 8
-_LONGEST_WAIT_S = 60.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 TOO_LONG = "it exceeds the judge's context"
 
 
@@ -73,18 +73,17 @@ class ServerReward(Reward):
     patience_s: float
     """Time without any answer of the server until the run ends."""
     warn: Callable[[str], None]
-    first_wait_s: float = field(default=1.0)
 
     def score(self, answers: Sequence[ScoredAnswer]) -> Scores:
         """Score the answers; while the server is away, wait longer and longer, and raise RewardUnavailable at last."""
         found: dict[int, float | str | None] = {}
-        waited_s, wait_s = 0.0, self.first_wait_s
+        waited_s, wait_s = 0.0, _FIRST_WAIT_S
         while missing := [place for place in range(len(answers)) if place not in found]:
             away = self._ask([answers[place] for place in missing], missing, found)
             if away is None:
                 continue
             if len(missing) > len(answers) - len(found):  # some were answered
-                waited_s, wait_s = 0.0, self.first_wait_s
+                waited_s, wait_s = 0.0, _FIRST_WAIT_S
             if waited_s >= self.patience_s:
                 raise RewardUnavailable(
                     f"The reward server {self.server.url} did not come back within {waited_s:.0f} s.",
@@ -117,6 +116,8 @@ class ServerReward(Reward):
             said = self.server.complete(prompt_messages(item, _FORMAT), max_new_tokens=_MAX_NEW_TOKENS)
         except ServerAway as error:
             return error
+        except RequestRejected as error:
+            return " ".join(filter(None, (error.message, error.why)))
         score = _FORMAT.read(said.rpartition("</think>")[2].strip()).score
         if score is None:
             return f"the server wrote no score from 0 to 10: {shown(said)}"
