@@ -16,7 +16,7 @@ from crosstune.core.events import Event, Observers, StepMetrics, TrainingStarted
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge, Judgement
 from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
-from crosstune.results.judge import JudgeRequest, open_judge, run_config
+from crosstune.runs.judges import JudgeRequest, open_judge, run_config
 
 PLAIN: dict[str, Any] = {
     "recipe": "judge",

@@ -58,6 +58,9 @@ WITHOUT_NUMBERS = {
     "matters only if rows of two splits are the same": "leaks",
     "matters only for bad or repeated rows": "dedup skip_bad_rows data_rules",
     "matters only when a finished run is extended": "on_extend",
+    "limits or permits what rewards do": (
+        "reward_timeout reward_memory reward_patience allow_remote_rewards rubric watch_judge"
+    ),
     "computes the same numbers in another way": "reference share_prompts",
     "is the context itself": "recipe train_type backend model_name dataset optimizer llama_pro_path mlx_config",
 }
@@ -77,6 +80,7 @@ VALUES: Mapping[str, Any] = {
     "n_heads": 4, "cond_dim": 16, "latent_tokens": 2, "latent_dim": 96, "dropout": 0.5, "decode_steps": 1,
     "preference_loss": "ipo", "beta": 0.7, "label_smoothing": 0.2, "simpo_gamma": 3.0, "desirable_weight": 2.0,
     "undesirable_weight": 2.0, "sft_weight": 0.5, "center_rewards": 3.0,
+    "reward": "json", "reward_weights": "0.5",
     "guidance": 3.0, "columns": "prompt=text", "chat_template": "alpaca",
 }  # fmt: skip
 """Values of options that are neither flags nor choices."""

@@ -27,7 +27,8 @@ from crosstune.recipes.judge.judge import Judge
 from crosstune.recipes.judge.open_splits import open_judge_data
 from crosstune.recipes.judge.recipe import JudgeRecipe
 from crosstune.recipes.judge.verdicts import JudgeSettings
-from crosstune.results.judge import JudgeRequest, ask, open_judge, run_config
+from crosstune.results.judge import ask
+from crosstune.runs.judges import JudgeRequest, open_judge, run_config
 from crosstune.runs.open_parts import find_model, open_session
 
 ENGINES = {"torch": "cpu", "mlx": "mlx"}

@@ -16,7 +16,8 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observers
 from crosstune.recipes.judge.items import Item, Scale
 from crosstune.recipes.judge.open_splits import open_judge_data
-from crosstune.results.judge import JudgeRequest, measure_judge, open_judge, run_config
+from crosstune.results.judge import measure_judge
+from crosstune.runs.judges import JudgeRequest, open_judge, run_config
 
 ENGINES = {"torch": "cpu", "mlx": "mlx"}
 ITEMS = [Item(id=str(n), group=str(n), task=f"write {n} words", answers=("a good text",)) for n in range(2)]

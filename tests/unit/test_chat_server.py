@@ -13,7 +13,7 @@ import pytest
 
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
-from crosstune.serve.client import connect
+from crosstune.files.openai_client import connect
 from crosstune.serve.router import Router, Upstream
 
 KEY = "ключ-é"

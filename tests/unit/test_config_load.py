@@ -42,9 +42,9 @@ def test_every_option_is_a_flag_with_dashes_or_underscores(
             value = str(option.default)
         if option.check is not None and option.type is str:
             durations = dict.fromkeys((o.name for o in option_list() if o.check is check_duration), "3h")
-            value = (durations | {"allow_mismatch": "data", "layers_to_transform": "0-3"}).get(
-                option.name, option.default or value
-            )
+            usual = {"allow_mismatch": "data", "layers_to_transform": "0-3"}
+            usual |= {"reward": "json", "reward_weights": "0.5"}
+            value = (durations | usual).get(option.name, option.default or value)
         for name in (option.name, option.name.replace("_", "-"), *option.aliases):
             config = load(f"--{name}", value)
             assert option.name in config.sources

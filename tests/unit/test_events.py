@@ -62,6 +62,7 @@ ADJUSTED_ROW = {"option": "precision", "asked": "bf16", "used": "fp32", "reason"
 FIELDS: list[tuple[type[Event], str, dict[str, Any]]] = [
     (events.Warned, "warning", {"message": "slow"}),
     (events.Warned, "warning", {"message": "slow", "step": 0}),
+    (events.RewardPrinted, "reward_output", {"reward": "good", "text": "one answer"}),
     (events.RunMovedAside, "moved_aside", {"path": "run~1"}),
     (events.Started, "start", {"folder": "run", "data": {"dataset": "d"}, "num_steps": 8}),
     (events.Loaded, "loaded", LOADED | {"trained_parameters": 1, "parameters": 10}),

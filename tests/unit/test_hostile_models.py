@@ -22,7 +22,7 @@ from crosstune.models.identity import read_record
 from crosstune.models.mlx_adapters import to_mlx
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.process.limited_child import run_limited
-from crosstune.results.trained_folder import find_trained
+from crosstune.runs.trained_folder import find_trained
 
 SETTINGS = AdapterSettings(rank=2, alpha=4.0, dropout=0.0, rank_stabilized=False, magnitudes=False)
 LAYER = "model.layers.0.self_attn.q_proj"

@@ -12,7 +12,7 @@ from crosstune.models.bundled import BUNDLED
 from crosstune.models.identity import identity
 from crosstune.models.locate import locate, shape
 from crosstune.models.tiny import tiny_model
-from crosstune.results.trained_folder import find_trained
+from crosstune.runs.trained_folder import find_trained
 
 
 @pytest.fixture

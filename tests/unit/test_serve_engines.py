@@ -14,7 +14,7 @@ import pytest
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, StepMetrics
-from crosstune.results.trained_folder import Trained
+from crosstune.runs.trained_folder import Trained
 from crosstune.serve import prepare
 from crosstune.serve.engines import ENGINES, Launch, choose_engine, takes_adapter
 

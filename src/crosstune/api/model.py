@@ -197,8 +197,8 @@ def load(target: PathLike, *, backend: str = "auto", precision: str = "auto", pr
     from crosstune.config.load import make_config
     from crosstune.files.paths import named_run
     from crosstune.models.bundled import BUNDLED
-    from crosstune.results.trained_folder import find_trained
     from crosstune.runs.open_parts import find_model
+    from crosstune.runs.trained_folder import find_trained
 
     if not isinstance(target, (str, os.PathLike)):
         raise UserError(

@@ -275,6 +275,7 @@ TRACKER_GROUPS = _with_trackers("wandb", "trackio")
 TRACKER_OWNERS = _with_trackers("wandb", "weave")
 JUDGE = _with_recipe("judge")
 PREFERENCE = _with_recipe("preference")
+RL = _with_recipe("rl")
 WITH_REFERENCE = _with_losses(*(name for name in LOSSES if name not in WITHOUT_REFERENCE))
 SMOOTHED_LOSS, SIMPO, KTO_LOSS = (
     _with_losses(*names) for names in (("dpo", "robust", "simpo", "cpo"), ("simpo",), (KTO,))

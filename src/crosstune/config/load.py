@@ -70,6 +70,11 @@ def cache_override(environment: Mapping[str, str] | None = None) -> Path | None:
     return Path(value).expanduser()
 
 
+def reward_key() -> str:
+    """Return the key of the reward server, which would be visible in an option."""
+    return os.environ.get("CROSSTUNE_REWARD_KEY", "").strip()
+
+
 def child_environment(added: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of this process with added variables, for a child process."""
     return {**os.environ, **added}

@@ -39,6 +39,15 @@ class Warned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardPrinted(Event):
+    """A reward function printed text; long output is cut."""
+
+    kind = "reward_output"
+    reward: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Adjusted(Event):
     """The resolver chose or changed an option; see `config.plan.Adjustment`."""
 

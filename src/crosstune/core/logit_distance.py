@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.core.errors import UserError
+
 Logits = list[NDArray[np.float32]]
 Prompts = Sequence[Sequence[int]]
 
@@ -57,3 +59,14 @@ def _log_softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
     shifted = values - values.max(-1, keepdims=True)
     result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return result
+
+
+def check_finite(logits: Logits, name: str) -> Logits:
+    """Return the logits of a source; raise a UserError if they are not finite, since no result can agree with them."""
+    if all(np.isfinite(each).all() for each in logits):
+        return logits
+    raise UserError(
+        f"{name} computes logits that are not finite.",
+        why="its weights have NaN or infinite values, or are too large for the precision.",
+        do="train it again with a lower --lr, or use an earlier checkpoint: crosstune checkpoint list RUN",
+    )

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.core.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredAnswer:
@@ -22,6 +24,10 @@ class ScoredAnswer:
     """The other columns of the prompt's row."""
     is_text: bool = False
     """True if the prompt's column was text: functions then get text instead of messages."""
+
+
+class RewardUnavailable(UserError):
+    """A reward server did not come back in time. The weights and the state of the last complete step can be saved."""
 
 
 class Rewards(Protocol):

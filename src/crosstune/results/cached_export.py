@@ -15,7 +15,7 @@ from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import dense_bytes
 from crosstune.results.export import Form, export
 from crosstune.results.opened import Request
-from crosstune.results.trained_folder import Trained
+from crosstune.runs.trained_folder import Trained
 
 _KEY_CHARS = 12
 _HASHED = ("*.safetensors", "*.json", "*.jinja", "*.model")

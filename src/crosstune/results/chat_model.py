@@ -12,6 +12,7 @@ from crosstune.config.load import load_config, make_config
 from crosstune.core.answers import Earlier
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Warned
+from crosstune.core.logit_distance import check_finite
 from crosstune.core.protocols import Generates
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.data.render.rendering import encode_prompt
@@ -22,10 +23,8 @@ from crosstune.models.folder import longest_context
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.planner.gather import make_plan, plan_over_quantized
 from crosstune.recipes.judge.verdicts import read_judge_settings
-from crosstune.results.opened import check_base
-from crosstune.results.trained_folder import Trained, find_trained
-from crosstune.results.verify import check_finite
 from crosstune.runs.open_parts import find_model, open_session
+from crosstune.runs.trained_folder import Trained, check_base, find_trained
 
 
 @dataclass(frozen=True, kw_only=True)

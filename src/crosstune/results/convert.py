@@ -12,7 +12,7 @@ from typing import Any
 from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
-from crosstune.core.logit_distance import Logits, measure_agreement
+from crosstune.core.logit_distance import Logits, check_finite, measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, Rewrite, WeightForm
 from crosstune.files.json_files import write_json
 from crosstune.models import mlx_adapters
@@ -38,8 +38,8 @@ from crosstune.results.opened import (
     read_logits,
     show_bytes,
 )
-from crosstune.results.trained_folder import Trained
-from crosstune.results.verify import check_finite, judge, make_prompts, refuse_unverified
+from crosstune.results.verify import judge, make_prompts, refuse_unverified
+from crosstune.runs.trained_folder import Trained
 
 _PLAIN = ("none", "hf")
 _ADAPTER_BYTES = 50_000_000

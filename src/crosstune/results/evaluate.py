@@ -37,8 +37,8 @@ from crosstune.models.folder import longest_context
 from crosstune.process.this_process import hide_output
 from crosstune.results.cached_export import weights_key
 from crosstune.results.chat_model import ChatModel, open_chat_model
-from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.runs.open_parts import find_model
+from crosstune.runs.trained_folder import Trained, find_trained
 
 _BOOTSTRAPS = 1000
 _FEWSHOT_SEED = 1234

@@ -11,7 +11,7 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
-from crosstune.core.logit_distance import measure_agreement
+from crosstune.core.logit_distance import check_finite, measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, DenseWeights, Rewrite, WeightForm
 from crosstune.core.quantization import GGUF_PLAIN
 from crosstune.data.tokens.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ from crosstune.results.opened import (
     show_bytes,
 )
 from crosstune.results.run_rows import RunRows, read_run_rows
-from crosstune.results.verify import chat_problems, check_finite, judge, refuse_unverified
+from crosstune.results.verify import chat_problems, judge, refuse_unverified
 from crosstune.results.vllm import vllm_report
 
 FORMATS = ("hf", "mlx", "gguf", "ollama", "vllm")

@@ -26,8 +26,8 @@ from crosstune.results.gguf_search import REQUEST, Search
 from crosstune.results.merge import DenseModel
 from crosstune.results.opened import Opened, read_logits, show_bytes
 from crosstune.results.run_rows import RunRows
-from crosstune.results.trained_folder import Trained
 from crosstune.results.verify import judge
+from crosstune.runs.trained_folder import Trained
 
 _VERDICT = ("agreement", "bound", "verified")
 

@@ -8,19 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from crosstune.config.load import make_config
-from crosstune.config.schema import Config, option_list
-from crosstune.core.errors import UserError
+from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, EvaluationStarted, Observer, Warned
-from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.journal import Journal, file_stamps
-from crosstune.files.json_files import read_json, write_json
+from crosstune.files.json_files import write_json
 from crosstune.files.outputs import check_output_folder
 from crosstune.files.run_record import JUDGE_METRICS, JUDGE_PREDICTIONS
-from crosstune.models.folder import longest_context
-from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.evaluation import (
     UNTRAINED,
     Report,
@@ -28,54 +21,15 @@ from crosstune.recipes.judge.evaluation import (
     evaluate_with_baselines,
     worst_items,
 )
-from crosstune.recipes.judge.items import Item, Scale, common_scale, read_scale
-from crosstune.recipes.judge.judge import Judge, Judgement, judge_task
+from crosstune.recipes.judge.items import Item, Scale, read_scale
+from crosstune.recipes.judge.judge import Judge, Judgement
 from crosstune.recipes.judge.open_splits import item_reader, without_ties
 from crosstune.recipes.judge.predictions import prediction_row, write_predictions
 from crosstune.recipes.judge.read_items import ItemReader
-from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, read_judge_settings
-from crosstune.results.opened import check_base
-from crosstune.results.trained_folder import Trained, find_trained
-from crosstune.results.verify import check_finite
-from crosstune.runs.open_parts import find_model, open_session
+from crosstune.runs.judges import JudgeRequest, check_verdicts, find_judge, open_judge
 
 _BATCHES_AT_ONCE = 16
 """Batches whose verdicts are kept together; items are sorted by length within them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgeRequest:
-    """A judge to open, its device, and the way to get its verdicts."""
-
-    target: str
-    base: str | None = None
-    backend: str = "auto"
-    precision: str = "fp32"
-    by: str = "probabilities"
-    batch_size: int = 16
-    max_new_tokens: int = 256
-    share_prefixes: bool = True
-    untrained: bool = False
-    """Open the untrained base model instead."""
-
-
-def run_config(folder: Path) -> Config | None:
-    """Return the options of a judge run; None if the folder is not a run. Raise for a run of a different recipe."""
-    if not (folder / "plan.json").is_file():
-        return None
-    plan = read_json(folder / "plan.json")
-    options, asked = (
-        found if isinstance(found := plan.get(name), dict) else {} for name in ("options", "asked")
-    )
-    if options.get("recipe") != "judge":
-        raise UserError(
-            f"The run {folder} did not train a judge.",
-            why=f"its recipe is {options.get('recipe')}.",
-            do="train one with `crosstune judge train`",
-        )
-    known = {option.name for option in option_list()}
-    config = make_config(**{name: value for name, value in options.items() if name in known})
-    return dataclasses.replace(config, sources=dict.fromkeys(asked, f"the run {folder.name}"))
 
 
 def backend_for_test(config: Config, trained_on: str) -> str:
@@ -85,55 +39,12 @@ def backend_for_test(config: Config, trained_on: str) -> str:
     return trained_on if trained_on not in ("cuda", "rocm", "xpu", "mps") else "cpu"
 
 
-def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, observer: Observer) -> Judge:
-    """Open a run, an adapter or a model as a judge. A model that was not trained as a judge uses the format of `config`."""
-    trained, settings = find_judge(request)
-    # Items without a scale use --score_scale, otherwise the judge's scale.
-    own_scale = settings is not None and "score_scale" not in config.sources
-    default = read_scale(settings.scale if settings is not None and own_scale else config.score_scale)
-    scale = common_scale(items, default=default)
-    if settings is None:
-        verdict = choose_format(config.verdict, scale=scale, items=list(items))
-        settings = JudgeSettings(verdict=verdict.name, scale=str(verdict.scale), explains=verdict.explains)
-    _check_items(settings, items, scale)
-    if request.untrained:  # it has no scalar head yet: read its score tokens
-        settings = dataclasses.replace(settings, head="tokens", temperature=1.0)
-    options = trained.options()
-    if request.untrained:
-        options = {"model_name": _untrained_base(trained, request), "train_type": "full"}
-    options |= {"backend": request.backend, "precision": request.precision}
-    plan = make_plan(make_config(**options), base=None if request.untrained else trained.base_choice)
-    model = find_model(plan.config, observer)
-    if not request.untrained:
-        for sentence in check_base(trained, model):
-            observer.on_event(Warned(message=sentence))
-    session = open_session(plan, model, task=judge_task(settings.head, plan.engine), trained=False)
-    tokenizer = Tokenizer.from_folder(trained.tokenizer_folder(model.path), model=model.path)
-    return Judge(
-        session=session,
-        tokenizer=tokenizer,
-        settings=settings,
-        batch_size=request.batch_size,
-        share_prefixes=request.share_prefixes,
-        max_tokens=longest_context(model.path),
-    )
-
-
 def reader_for(request: JudgeRequest, config: Config, *, labelled: bool = True) -> ItemReader:
     """Return a reader of the items for a judge: by default on its scale."""
     _, settings = find_judge(request)
     scale = read_scale(settings.scale) if settings is not None else None
     rewards = settings is not None and settings.is_reward
     return item_reader(config, labelled=labelled, scale=scale, rewards=rewards)
-
-
-def find_judge(request: JudgeRequest) -> tuple[Trained, JudgeSettings | None]:
-    """Find the target, and its settings if it was trained as a judge. A run with a scalar head has a whole model."""
-    model = Path(request.target).expanduser() / "model"
-    settings = read_judge_settings(model)
-    is_scalar = settings is not None and settings.head == "scalar"
-    trained = find_trained(str(model) if is_scalar else request.target, base=request.base)
-    return trained, read_judge_settings(trained.adapter or Path(trained.base).expanduser())
 
 
 def make_journal(
@@ -176,12 +87,6 @@ def ask(
             )
         )
     return found
-
-
-def check_verdicts(judged: Sequence[Judgement], name: str) -> None:
-    """Raise a UserError if a judge computed a score or a probability that is not finite."""
-    numbers = [[one.score or 0.0, *one.probabilities, *one.rewards] for one in judged]
-    check_finite([np.array(each) for each in numbers], name)
 
 
 def _read_judgement(row: Mapping[str, Any]) -> Judgement:
@@ -248,32 +153,3 @@ def measure_judge(
     report["judge"] = dataclasses.asdict(settings) | {"by": request.by, "target": request.target}
     report["worst"] = [prediction_row(items[place], found[place]) for place in worst_items(items, found)]
     return JudgeTest(items=items, found=found, others=others, scale=scale, report=report, journals=journals)
-
-
-def _untrained_base(trained: Trained, request: JudgeRequest) -> str:
-    """Return the model that the judge was trained from."""
-    base: Any = trained.record.get("base") if trained.adapter is None else None
-    if isinstance(base, dict) and base.get("name"):
-        return str(base["name"])
-    return trained.base if trained.adapter is not None else request.base or trained.base
-
-
-def _check_items(settings: JudgeSettings, items: Sequence[Item], scale: Scale) -> None:
-    if settings.is_reward and any(item.score is not None for item in items):
-        raise UserError(
-            "A reward model cannot be tested on scores.",
-            why="its rewards have no scale.",
-            do="pass pairs of answers; `crosstune judge predict` gives the rewards of single answers",
-        )
-    if items and items[0].is_pair != (settings.verdict == "winner") and not settings.is_reward:
-        kind = "pairs of answers" if items[0].is_pair else "single answers"
-        learned = "which of two answers is better" if settings.verdict == "winner" else "to score an answer"
-        raise UserError(
-            f"This judge cannot judge {kind}.", why=f"it learned {learned}.", do="pass different data"
-        )
-    if any(item.score is not None for item in items) and scale != read_scale(settings.scale):
-        raise UserError(
-            f"This judge scores on the scale {settings.scale}, but the data is on {scale}.",
-            why="the scores cannot be compared.",
-            do=f"convert the data to the scale {settings.scale}; --score_scale specifies its scale",
-        )

@@ -10,7 +10,7 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
-from crosstune.core.logit_distance import Logits, measure_agreement
+from crosstune.core.logit_distance import Logits, check_finite, measure_agreement
 from crosstune.core.model_folders import AdapterFolder, DenseWeights
 from crosstune.files.json_files import write_json
 from crosstune.models.adapter_files import copy_template, replace_tokenizer
@@ -18,7 +18,7 @@ from crosstune.models.identity import RECORD
 from crosstune.models.quantized_folder import dense_bytes, read_quantization, stored_format
 from crosstune.models.staged import check_out, staged
 from crosstune.results.opened import Opened, Request, find_original, open_adapter, open_request, show_bytes
-from crosstune.results.verify import chat_problems, check_finite, judge, refuse_unverified
+from crosstune.results.verify import chat_problems, judge, refuse_unverified
 
 _INTO = ("original", "dequantized")
 _FAR_FROM_TRAINED = 0.1

@@ -17,14 +17,13 @@ from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import ModelFolders
 from crosstune.core.quantization import QuantSpec
 from crosstune.models.folder import check_folder
-from crosstune.models.identity import identity, recorded_sha256, source_identity
+from crosstune.models.identity import identity, source_identity
 from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import FolderQuantization, dense_shapes, read_quantization
 from crosstune.planner.gather import make_plan, plan_like, plan_over_quantized
-from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.results.verify import make_prompts
 from crosstune.runs.open_parts import find_model, open_session
-from crosstune.runs.resume_identity import different_base
+from crosstune.runs.trained_folder import Trained, check_base, find_trained
 
 NO_ORIGINAL = "none"
 NOT_THE_ORIGINAL = 1.0
@@ -231,20 +230,6 @@ def _over_original(trained: Trained, request: Request) -> tuple[Trained, list[st
     return plain, [
         "the base was quantized by MLX in training; the effect of the original weights is not measured"
     ]
-
-
-def check_base(trained: Trained, model: ModelFolder, *, force: bool = False) -> list[str]:
-    """Raise if the adapter was trained on a different base; return warnings."""
-    if trained.adapter is None:
-        return []
-    if recorded_sha256(trained.record) is None:
-        return [f"{trained.adapter} does not record the identity of its base model; the base was not checked"]
-    do = "pass the right base with --base, or use this one with --force"
-    found = identity(model.path)["sha256"]
-    error = different_base(trained.adapter, trained.record, found, do=do, base=str(model.path))
-    if error is not None and not force:
-        raise error
-    return [f"{error.message} {error.why}"] if error is not None else []
 
 
 def find_original(recorded: Mapping[str, Any] | None) -> Path | None:

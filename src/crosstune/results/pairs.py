@@ -23,12 +23,12 @@ from crosstune.data.render.rendering import encode_prompt
 from crosstune.files.journal import SUFFIX, Journal, file_stamps
 from crosstune.files.outputs import write_output
 from crosstune.recipes.judge.items import Item
+from crosstune.recipes.judge.scoring import Scorer, answer_item, transcript
 from crosstune.recipes.judge.verdicts import is_number
 from crosstune.recipes.preference.read_pairs import read_preferences
 from crosstune.results.chat_model import ChatModel, open_chat_model
 from crosstune.results.prompt_file import Prompt, json_line
-from crosstune.results.scorers import Scorer
-from crosstune.results.trained_folder import find_trained
+from crosstune.runs.trained_folder import find_trained
 
 Progress = Callable[[str, int, int], None]
 """Called with the kind of work, the finished number and the total."""
@@ -135,7 +135,7 @@ def _encode(request: MakeRequest, model: ChatModel) -> list[list[int]]:
     tokens = [encode_prompt(prompt.messages, model.tokenizer) for prompt in request.prompts]
     most, num_new = model.max_tokens or math.inf, request.max_new_tokens
     if long := [place for place, one in enumerate(tokens) if len(one) + num_new > most]:
-        text = shown(_transcript(request.prompts[long[0]].messages))
+        text = shown(transcript(request.prompts[long[0]].messages))
         message = f"{len(long):,} prompts are too long, the first is prompt {long[0] + 1} ({text})."
         why = f"{len(tokens[long[0]]):,} + {num_new:,} new tokens exceed the model's context of {most:,}."
         raise UserError(message, why=why, do="remove the long prompts, or lower --max_new_tokens")
@@ -147,22 +147,7 @@ def _questions(request: MakeRequest, place: int, row: Row, scorer: Scorer) -> li
     different = [answer for answer in dict.fromkeys(row["answers"]) if answer]
     chosen = itertools.combinations(different, 1 + scorer.compares) if len(different) > 1 else ()
     prompt = request.prompts[place]
-    return [_item(prompt.messages, answers, place + 1, prompt.reference or "") for answers in chosen]
-
-
-def _item(messages: Sequence[Any], answers: tuple[str, ...], number: int, reference: str = "") -> Item:
-    last = next((turn["content"] for turn in reversed(messages) if turn["role"] == "user"), "")
-    extra, name, task = {"prompt": last, "messages": list(messages)}, str(number), _transcript(messages)
-    replies = tuple([{"role": "assistant", "content": answer}] for answer in answers)
-    turns: Any = {"prompt": list(messages), "replies": replies}
-    return Item(id=name, group=name, task=task, answers=answers, reference=reference, extra=extra, **turns)
-
-
-def _transcript(messages: Sequence[Any]) -> str:
-    """Return the text of a single message, or each turn after its role."""
-    if len(messages) == 1:
-        return str(messages[0]["content"])
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in messages)
+    return [answer_item(prompt.messages, answers, place + 1, prompt.reference or "") for answers in chosen]
 
 
 def _choose(scored: Sequence[tuple[Item, float | None]], margin: float, tie: float) -> Row | str:
@@ -208,9 +193,9 @@ def check_pairs(path: Path, scorer: Scorer, out: Path | None, observer: Observer
             do = form if "--" in error.do else error.do  # this command has no options of training
             raise UserError(message, why=error.why, do=do) from error
         rows.append(row.row)
-        both = tuple(_transcript(answer) for answer in pair.answers)
+        both = tuple(transcript(answer) for answer in pair.answers)
         asked = [both] if scorer.compares else [both[:1], both[1:]]
-        items += [_item(pair.prompt, answers, len(rows)) for answers in asked]
+        items += [answer_item(pair.prompt, answers, len(rows)) for answers in asked]
     if not rows:
         raise UserError(f"{path} has no pairs.", do="make them with `crosstune pairs make`")
     journal = _score(scorer, items, out, observer, progress)

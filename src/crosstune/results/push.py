@@ -19,8 +19,8 @@ from crosstune.files.json_files import read_json, write_json
 from crosstune.models.bundled import BUNDLED, SMOLLM2_HUB
 from crosstune.models.identity import RECORD
 from crosstune.results.cached_export import cached_export
-from crosstune.results.trained_folder import Trained
 from crosstune.runs.open_parts import find_model
+from crosstune.runs.trained_folder import Trained
 
 WHAT = ("adapter", "merged", "gguf")
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_]|[.-](?![.-])){0,95}"

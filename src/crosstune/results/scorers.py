@@ -9,41 +9,18 @@ import numbers
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.load import make_config
 from crosstune.core.errors import UserError, shown
 from crosstune.core.events import Observer
 from crosstune.files.journal import file_stamps
-from crosstune.recipes.judge.items import Item, read_scale
-from crosstune.results.judge import JudgeRequest, check_verdicts, find_judge, open_judge, run_config
+from crosstune.recipes.judge.items import Item
+from crosstune.recipes.judge.scoring import Score, Scorer
+from crosstune.runs.judges import find_judge_scorer
 
-ROUNDING = 1e-4
-"""A judge's score moves by up to this fraction of its scale with the batch: a smaller difference is a tie."""
 ARGUMENTS = ("prompt", "answer", "messages", "reference")
 """The arguments that a function may have."""
-Score = Callable[[Sequence[Item]], list[float | None]]
-"""Return the score of each item; None if it exceeds the judge's context."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scorer:
-    """A judge, not loaded yet, or a function."""
-
-    name: str
-    open: Callable[[Observer], Score]
-    identity: Any
-    """The identity of the scores, for a journal."""
-    compares: bool = False
-    """True if an item has two answers: the score is then the probability that the first is better."""
-    span: float = math.inf
-    """The largest possible difference of two scores."""
-    tie: float = 0.0
-    """The largest difference of equal scores."""
-    runs_code: bool = False
 
 
 def find_scorer(name: str, *, backend: str = "auto") -> Scorer:
@@ -51,38 +28,7 @@ def find_scorer(name: str, *, backend: str = "auto") -> Scorer:
     file, _, function = name.rpartition(":")
     if file and not Path(name).expanduser().exists():
         return _find_function(file, function)
-    run_config(Path(name).expanduser())  # raises for a run of a different recipe
-    request = JudgeRequest(target=name, backend=backend)
-    trained, settings = find_judge(request)
-    if settings is None:
-        do = "pass --judge RUN, made by `crosstune judge train`, or --judge FILE.py:FUNCTION"
-        is_here = Path(name).expanduser().exists()
-        why = (
-            "there is no judge.json with its weights."
-            if is_here
-            else "there is no run and no folder of this name."
-        )
-        raise UserError(f"{shown(name)} is not a judge.", why=why, do=do)
-
-    def open_scorer(observer: Observer) -> Score:
-        judge = open_judge(request, items=(), config=make_config(recipe="judge"), observer=observer)
-
-        def score(items: Sequence[Item]) -> list[float | None]:
-            judged = judge.judge(items)
-            check_verdicts(judged, name)
-            return [
-                one.score if one.winner is None else one.probabilities[0] + one.probabilities[2] / 2
-                for one in judged
-            ]
-
-        return score
-
-    compares = settings.verdict == "winner" and not settings.is_reward
-    scale = 1.0 if settings.verdict == "winner" else read_scale(settings.scale).span
-    files = file_stamps(trained.adapter, Path(trained.base).expanduser())
-    identity, span = [asdict(request), asdict(settings), files], math.inf if settings.is_reward else scale
-    kind: Any = {"compares": compares, "span": span, "tie": ROUNDING * scale}
-    return Scorer(name=name, open=open_scorer, identity=identity, **kind)
+    return find_judge_scorer(name, backend=backend)
 
 
 def _is_finite(found: Any) -> bool:

@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from crosstune.core.errors import UserError, shown
-from crosstune.core.logit_distance import BOUNDS, Agreement, Logits
+from crosstune.core.errors import shown
+from crosstune.core.logit_distance import BOUNDS, Agreement
 from crosstune.data.render.rendering import encode_prompt, render
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.staged import Unverified, unverified_path
@@ -27,17 +25,6 @@ _LONGEST_PROMPT = 512
 def make_prompts(folder: Path) -> list[list[int]]:
     """Return the prompts, tokenized with the folder's tokenizer and chat template."""
     return _encode_prompts(Tokenizer.from_folder(folder))
-
-
-def check_finite(logits: Logits, name: str) -> Logits:
-    """Return the logits of a source; raise a UserError if they are not finite, since no result can agree with them."""
-    if all(np.isfinite(each).all() for each in logits):
-        return logits
-    raise UserError(
-        f"{name} computes logits that are not finite.",
-        why="its weights have NaN or infinite values, or are too large for the precision.",
-        do="train it again with a lower --lr, or use an earlier checkpoint: crosstune checkpoint list RUN",
-    )
 
 
 def judge(agreement: Agreement, *formats: str) -> dict[str, Any]:

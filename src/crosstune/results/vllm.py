@@ -8,7 +8,7 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.models.quantized_folder import read_quantization
-from crosstune.results.trained_folder import Trained
+from crosstune.runs.trained_folder import Trained
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values of --max-lora-rank."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.machines.probe import probe_machine
-from crosstune.results.trained_folder import Trained
 from crosstune.results.vllm import adapter_words, why_merged
+from crosstune.runs.trained_folder import Trained
 from crosstune.serve.router import LOOPBACK
 
 _GPU_SHARE = 0.9

@@ -16,9 +16,8 @@ from crosstune.models.folder import longest_context, weight_files
 from crosstune.models.gguf_metadata import check_header
 from crosstune.models.quantized_folder import dense_bytes, read_quantization
 from crosstune.results.cached_export import cached_export, name_of
-from crosstune.results.opened import check_base
-from crosstune.results.trained_folder import find_trained
 from crosstune.runs.open_parts import find_model
+from crosstune.runs.trained_folder import check_base, find_trained
 from crosstune.serve.engines import ENGINES, is_gguf, takes_adapter
 
 _OVERHEAD = 1.1

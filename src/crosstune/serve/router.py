@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.files.openai_client import LOOPBACK_NAMES
 
 LOOPBACK = "127.0.0.1"
-LOOPBACK_NAMES = (LOOPBACK, "localhost", "::1")
 _LARGEST_BODY = 64 << 20
 _MODEL_FIELD = re.compile(rb'(?<!\\)"model": ?"(?:[^"\\]|\\.)*"')
 _ANSWER_S = 3600.0

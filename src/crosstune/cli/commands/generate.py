@@ -27,9 +27,9 @@ from crosstune.core.sampling import Sampling
 
 if TYPE_CHECKING:
     from crosstune.files.journal import Journal
+    from crosstune.files.openai_client import ServerModel
     from crosstune.results.chat_model import ChatModel
     from crosstune.results.prompt_file import Conversation, Prompt
-    from crosstune.serve.client import ServerModel
 
 EXAMPLES = """examples:
   crosstune generate runs/demo --prompt "Turn off the attic fan in 20 minutes."
@@ -95,7 +95,7 @@ def run(words: Sequence[str]) -> int:
 def _make_journal(prompts: list[Prompt], own: argparse.Namespace, sampling: Sampling) -> Journal:
     """Return the journal of the answers; a command with the same model, prompts and options continues it."""
     from crosstune.files.journal import Journal, file_stamps
-    from crosstune.results.trained_folder import find_trained
+    from crosstune.runs.trained_folder import find_trained
 
     trained = find_trained(own.model)
     names = ("model", "max_new_tokens", "backend", "precision")
@@ -293,7 +293,7 @@ def _connect(own: argparse.Namespace) -> ServerModel:
     unused = [f"--{name}" for name in ("backend", "precision") if getattr(own, name) != "auto"]
     if unused:
         Output().line(f"warning  {' and '.join(unused)} without effect on a server", style=WARNING)
-    from crosstune.serve.client import connect
+    from crosstune.files.openai_client import connect
 
     chat_model = connect(own.server, name=own.model, api_key=own.api_key or "")
     _say(f"{chat_model.name} on {chat_model.url}")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from crosstune.process.ranks import Group
     from crosstune.recipes.judge.items import Item
     from crosstune.recipes.judge.verdicts import VerdictFormat
-    from crosstune.results.judge import JudgeRequest
+    from crosstune.runs.judges import JudgeRequest
 
 ACTIONS = {
     "train": "train a judge, then test it on the test split",
@@ -138,7 +138,7 @@ def _eval(own: argparse.Namespace, config: Config) -> int:
     if own.target is None:
         raise UserError("judge eval needs a judge.", do="crosstune judge eval RUN, or --predictions FILE")
     announce_command("judge eval", own.target, "importing the engine")
-    from crosstune.results.judge import run_config
+    from crosstune.runs.judges import run_config
 
     folder = Path(own.target).expanduser()
     is_run = run_config(folder) is not None
@@ -153,7 +153,8 @@ def _measure_run(folder: Path, own: argparse.Namespace, config: Config) -> dict[
     """Test the judge of a run on its test split, and write the report into the run folder."""
     from crosstune.files.json_files import read_json
     from crosstune.recipes.judge.open_splits import open_judge_data
-    from crosstune.results.judge import backend_for_test, run_config
+    from crosstune.results.judge import backend_for_test
+    from crosstune.runs.judges import run_config
 
     trained = run_config(folder)
     assert trained is not None, "a run has a plan"
@@ -170,7 +171,7 @@ def _measure_run(folder: Path, own: argparse.Namespace, config: Config) -> dict[
 
 
 def _make_request(own: argparse.Namespace, config: Config, *, target: str, backend: str) -> JudgeRequest:
-    from crosstune.results.judge import JudgeRequest
+    from crosstune.runs.judges import JudgeRequest
 
     asked = config.sources
     return JudgeRequest(
@@ -265,7 +266,8 @@ def _predict(own: argparse.Namespace, config: Config) -> int:
     from crosstune.files.json_files import to_json
     from crosstune.recipes.judge.open_splits import read_split
     from crosstune.recipes.judge.predictions import prediction_row
-    from crosstune.results.judge import ask, make_journal, open_judge, reader_for
+    from crosstune.results.judge import ask, make_journal, reader_for
+    from crosstune.runs.judges import open_judge
 
     request = _make_request(own, config, target=own.target, backend=config.backend)
     items = read_split(reader_for(request, config, labelled=False), str(own.input), "test")

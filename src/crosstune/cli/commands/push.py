@@ -59,7 +59,7 @@ def run(words: Sequence[str]) -> int:
     from crosstune.report.files import load_run
     from crosstune.report.model_card import CURVE, CardFacts, loss_curve, model_card
     from crosstune.results import push
-    from crosstune.results.trained_folder import find_trained
+    from crosstune.runs.trained_folder import find_trained
 
     trained = find_trained(own.target)
     what = own.what or ("merged" if trained.adapter is None else "adapter")

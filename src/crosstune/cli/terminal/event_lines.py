@@ -26,6 +26,7 @@ from crosstune.core.events import (
     Recovered,
     ResultSaved,
     Resumed,
+    RewardPrinted,
     RunMovedAside,
     Started,
     Stopped,
@@ -77,6 +78,11 @@ def _loaded(event: Loaded) -> Lines:
         + (f"; optimizer {event.optimizer}" if event.optimizer else ""),
         None,
     )
+
+
+def _reward_printed(event: RewardPrinted) -> Lines:
+    for line in event.text.splitlines():
+        yield f"printed  {event.reward}: {line}", QUIET
 
 
 def _resumed(event: Resumed) -> Lines:
@@ -148,6 +154,7 @@ LINES: Mapping[type[Event], Callable[[Any], Lines]] = {
     Adjusted: _adjusted,
     RunMovedAside: _line(lambda e: f"moved    the old run is now {e.path}", QUIET),
     Started: _started,
+    RewardPrinted: _reward_printed,
     Warned: _line(lambda e: f"warning  {e.message}", WARNING),
     Loading: _line(lambda e: f"loading  {e.model}"),
     Loaded: _loaded,

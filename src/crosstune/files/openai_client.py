@@ -1,4 +1,4 @@
-"""Chat with an OpenAI-compatible server: stream the answers of /v1/chat/completions."""
+"""Chat with an OpenAI-compatible server: /v1/chat/completions, as a stream or at once."""
 
 from __future__ import annotations
 
@@ -15,18 +15,29 @@ from typing import Any
 
 from crosstune.core.errors import UserError, shown
 from crosstune.core.sampling import GREEDY, Sampling
-from crosstune.data.render.types import Message
 from crosstune.files.json_files import parse_json
-from crosstune.serve.router import LOOPBACK_NAMES
 
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 WAIT_S = 600.0
 """Longest wait for the next token: a server may load a model or read a long prompt first."""
 _CONNECT_S = 20.0
 _MAX_REASON_BYTES = 4000
 _MAX_BYTES = 1 << 20
 """The largest list of models, and the longest line of an answer."""
+_AWAY = (408, 409, 425, 429)
+"""Statuses, next to those from 500 on, with which a server asks to try again later."""
+_REJECTED = (400, 413, 422)
+"""Statuses that concern the content of a request."""
 _OTHER_NAMES = {"repetition_penalty": ("repetition_penalty", "repeat_penalty")}
 """Sampling setting -> its names in servers: llama.cpp has its own for some."""
+
+
+class ServerAway(UserError):
+    """The server does not answer now; the same request may succeed later."""
+
+
+class RequestRejected(UserError):
+    """The server does not accept this request, such as a prompt beyond its context; it may accept others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +50,7 @@ class ServerModel:
 
     def answer(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Mapping[str, Any]],
         *,
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
@@ -58,6 +69,17 @@ class ServerModel:
                 if on_text is not None:
                     on_text(text)
         return "".join(parts)
+
+    def complete(self, messages: Sequence[Mapping[str, Any]], *, max_new_tokens: int) -> str:
+        """Return the most likely answer, whole; raise ServerAway if a later attempt may succeed."""
+        asked = {"model": self.name, "messages": list(messages), "temperature": 0.0, "seed": 0}
+        asked |= {"max_tokens": max_new_tokens, "stream": False}
+        with _open(f"{self.url}/chat/completions", self.api_key, data=asked, wait_s=WAIT_S) as answer:
+            body = answer.read(_MAX_BYTES)
+        try:
+            return str(parse_json(body, foreign=True)["choices"][0]["message"].get("content") or "")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _not_openai(self.url, "its answer cannot be read") from error
 
 
 def connect(url: str, *, name: str | None = None, api_key: str = "") -> ServerModel:
@@ -103,7 +125,7 @@ def _open(
         raise _refused(url, error.code, error.read(_MAX_REASON_BYTES)) from error
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         reason = getattr(error, "reason", None) or error
-        raise UserError(
+        raise ServerAway(
             f"The server at {url} does not answer.",
             why=f"{reason}.",
             do="check the address, and that the server runs: crosstune serve RUN",
@@ -116,8 +138,15 @@ def _refused(url: str, code: int, body: bytes) -> UserError:
         found = parse_json(body, foreign=True)["error"]
         reason = str(found["message"] if isinstance(found, dict) else found)
     if code in (401, 403):
-        return UserError(f"The server at {url} rejects the key.", why=reason, do="pass --api_key KEY")
-    return UserError(f"The server at {url} answered with status {code}.", why=reason)
+        return UserError(
+            f"The server at {url} rejects the key.",
+            why=reason,
+            do="pass the right one: --api_key KEY of a command, CROSSTUNE_REWARD_KEY in the environment for a reward",
+        )
+    kind = RequestRejected if code in _REJECTED else UserError
+    if code in _AWAY or code >= 500:
+        kind = ServerAway
+    return kind(f"The server at {url} answered with status {code}.", why=reason)
 
 
 def _read_stream(answer: http.client.HTTPResponse, url: str) -> Iterator[str]:

@@ -19,8 +19,10 @@ from crosstune.files.safetensors_header import read_header
 from crosstune.models.adapter_files import canonical_name, check_kind, read_settings
 from crosstune.models.bundled import BUNDLED
 from crosstune.models.file_hashes import check_checksums
-from crosstune.models.identity import read_record
+from crosstune.models.identity import identity, read_record, recorded_sha256
+from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import quantization_options
+from crosstune.runs.resume_identity import different_base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,20 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
     check_kind(place, settings)
     base = base or _base_of(place, settings.get("base_model_name_or_path"), found.record)
     return replace(found, base=base, adapter=place, settings=settings)
+
+
+def check_base(trained: Trained, model: ModelFolder, *, force: bool = False) -> list[str]:
+    """Raise if the adapter was trained on a different base; return warnings."""
+    if trained.adapter is None:
+        return []
+    if recorded_sha256(trained.record) is None:
+        return [f"{trained.adapter} does not record the identity of its base model; the base was not checked"]
+    do = "pass the right base with --base, or use this one with --force"
+    found = identity(model.path)["sha256"]
+    error = different_base(trained.adapter, trained.record, found, do=do, base=str(model.path))
+    if error is not None and not force:
+        raise error
+    return [f"{error.message} {error.why}"] if error is not None else []
 
 
 def _check_exists(target: str, folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""Rewards of reinforcement learning: functions, checks, judges and servers, each with a weight and a name."""
