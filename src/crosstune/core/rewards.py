@@ -52,5 +52,7 @@ class Rewards(Protocol):
 
 def weighted_sum(scores: NDArray[np.float64], weights: Sequence[float]) -> NDArray[np.float64]:
     """Return the reward of each answer: the weighted sum of the scores that exist; nan if none does."""
-    total = np.nansum(scores * np.asarray(weights, dtype=np.float64), axis=1)
-    return np.where(np.isnan(scores).all(axis=1), np.nan, total)
+    weighed = np.asarray(weights, dtype=np.float64)
+    counted = weighed != 0  # a reward of weight 0 only observes
+    total = np.nansum(scores[:, counted] * weighed[counted], axis=1)
+    return np.where(np.isnan(scores[:, counted]).all(axis=1), np.nan, total)
