@@ -15,6 +15,7 @@ from crosstune.config.options.judge import JudgeOptions
 from crosstune.config.options.latent import LatentOptions
 from crosstune.config.options.method import MethodOptions, ModelOptions
 from crosstune.config.options.preference import PreferenceOptions
+from crosstune.config.options.rl import RlOptions
 from crosstune.config.options.run import ProfilingOptions, RunOptions
 from crosstune.config.options.training import TrainingOptions
 
@@ -24,6 +25,7 @@ GROUPS: Mapping[str, type] = {
     "Method": MethodOptions,
     "Judge": JudgeOptions,
     "Preference": PreferenceOptions,
+    "Reinforcement learning": RlOptions,
     "Training": TrainingOptions,
     "Hardware": HardwareOptions,
     "Several processes": ProcessOptions,
@@ -41,6 +43,7 @@ class Config(
     MethodOptions,
     JudgeOptions,
     PreferenceOptions,
+    RlOptions,
     TrainingOptions,
     HardwareOptions,
     ProcessOptions,

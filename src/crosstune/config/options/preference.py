@@ -8,6 +8,7 @@ from functools import partial
 from crosstune.config.conditions import (
     KTO_LOSS,
     PREFERENCE,
+    PREFERENCE_OR_RL,
     SIMPO,
     SMOOTHED_LOSS,
     WITH_REFERENCE,
@@ -27,11 +28,12 @@ class PreferenceOptions:
         check=check_losses,
         joins_items=":",
     )
-    beta: float | None = _option(
+    beta: float | None = option(
         None,
-        "Strength of the preference, in most losses the distance to the reference; unset: 0.1, and 2 for simpo alone",
-        low=1e-6,
+        "Strength of the preference, in most losses the distance to the reference; unset: 0.1, and 2 for simpo alone. In rl, the "
+        "weight of the KL divergence from the reference; unset: 0, and 0.05 for rloo",
         high=1e6,
+        needs=(PREFERENCE_OR_RL,),
     )
     label_smoothing: float = _option(
         0.0, "Assumed fraction of wrong labels", high=0.49, needs=(PREFERENCE, SMOOTHED_LOSS)
