@@ -88,6 +88,8 @@ class Sample:
     reference: str = ""
     frames: Sequence[str] = ()
     """The states of the answer while it was generated."""
+    score: float | None = None
+    """The reward of the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +218,9 @@ class DividesPrompts(Generates, Protocol):
     def own_prompts(self, count: int) -> Sequence[int]:
         """Return the indices of the prompts that this process answers, of `count` prompts: every size-th, or all of them for a
         sharded model, whose processes generate together."""
+
+    def own_share(self, count: int) -> Sequence[int]:
+        """Return every size-th index, for work on this process's host."""
 
     def gather_vectors(self, own: Mapping[int, Array]) -> list[Array]:
         """Return the float32 vectors of all processes in the order of their numbers. Every process calls this."""

@@ -69,6 +69,8 @@ def rate_of_step(step: int, config: Config, *, num_steps: int, extension: Extens
 def _sample_row(sample: Sample) -> SampleRow:
     """Return a sample as a row of events.jsonl."""
     row = SampleRow(prompt=sample.prompt, answer=sample.answer, reference=sample.reference)
+    if sample.score is not None:
+        row["score"] = sample.score
     return row | {"frames": list(sample.frames)} if sample.frames else row
 
 

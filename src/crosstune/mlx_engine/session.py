@@ -363,6 +363,9 @@ class TextSession(MlxSession):
         return self.gather_vectors(found)
 
     def own_prompts(self, count: int) -> range:
+        return self.own_share(count)
+
+    def own_share(self, count: int) -> range:
         ranks = (self.group or SingleProcess()).ranks
         return range(ranks.rank, count, ranks.size)
 

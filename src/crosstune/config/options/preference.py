@@ -58,8 +58,9 @@ class PreferenceOptions:
         needs=(PREFERENCE, WITH_REFERENCE),
         on_resume=OnResume.FREE,
     )
-    share_prompts: bool = _option(
+    share_prompts: bool = option(
         True,
-        "Compute the prompt of a pair once for both answers; false: in separate rows",
+        "Compute a prompt once for all of its answers; false: in separate rows",
+        needs=(PREFERENCE_OR_RL,),
         on_resume=OnResume.FREE,
     )

@@ -66,9 +66,10 @@ class TextSession(TorchSession):
         return self.gather_vectors(found)
 
     def own_prompts(self, count: int) -> range:
-        if self.parallel is None or sharded_modules(self.model):
-            return range(count)
-        return range(self.parallel.rank, count, self.parallel.size)
+        return range(count) if sharded_modules(self.model) else self.own_share(count)
+
+    def own_share(self, count: int) -> range:
+        return range(count) if self.parallel is None else range(self.parallel.rank, count, self.parallel.size)
 
     def gather_vectors(self, own: Mapping[int, Array]) -> list[Array]:
         with self.connected(GENERATING):
