@@ -85,6 +85,10 @@ class RlLoss:
     def has_kl_term(self) -> bool:
         return self.beta != 0 and self.name != "rloo"
 
+    @property
+    def has_kl_reward(self) -> bool:
+        return self.beta != 0 and self.name == "rloo"
+
     def weight(self, num_answers: int, num_tokens: int) -> int:
         """Return the number of terms of a micro-batch, with this number of tokens in the loss."""
         return num_tokens if self.name in BY_TOKENS else 1 if self.name == "bnpo" else num_answers
@@ -190,7 +194,7 @@ def loss_and_metrics(
     scale = f.detach(f.exp(mismatch)) * kept
     sums["sampling/importance_sampling_ratio/mean"] = (scale.sum(), num_tokens)
     if loss.name == "rloo":
-        return (terms * arrays["kept"]).sum(), sums
+        return terms.sum(), sums  # without a gradient for answers that are left out
     terms = terms * kept
     if loss.name in BY_TOKENS:
         return terms.sum(), sums
@@ -211,7 +215,7 @@ def _correction(loss: RlLoss, f: Functions, mismatch: Any, answers: Any, lengths
     return by_answer if whole else by_answer[answers]
 
 
-def rewards_with_kl(rewards: Floats, own: Sequence[Any], reference: Sequence[Any], *, beta: float) -> Floats:
-    """Return the rewards of answers, a row for each prompt, less `beta` times their log ratios to the reference, as in rloo."""
-    ratios = [float((mine - theirs).sum()) for mine, theirs in zip(own, reference, strict=True)]
-    return rewards - beta * np.array(ratios).reshape(rewards.shape)
+def log_ratios(own: Sequence[Any], reference: Sequence[Any]) -> Floats:
+    """Return the log ratio of each answer to the reference, whose mean estimates the KL divergence."""
+    pairs = zip(own, reference, strict=True)
+    return np.array([float((mine - theirs).sum()) for mine, theirs in pairs], dtype=np.float64)

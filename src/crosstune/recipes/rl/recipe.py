@@ -35,7 +35,7 @@ from crosstune.data.batches.token_batch import Example, TokenBatch, pad_rows
 from crosstune.data.read.in_memory import name_in_memory
 from crosstune.models.folder import longest_context
 from crosstune.recipes.rl.batch import Rollout, RolloutBatch, make_batch
-from crosstune.recipes.rl.losses import BY_TOKENS, RlLoss, advantages, rewards_with_kl
+from crosstune.recipes.rl.losses import BY_TOKENS, Floats, RlLoss, advantages, log_ratios
 from crosstune.recipes.rl.read_prompts import Prompt, identity_of, read_prompts, tokenize
 from crosstune.recipes.rl.rollouts import Generator, Rollouts, measure
 from crosstune.recipes.rl.verdicts import Verdicts
@@ -123,8 +123,7 @@ class RlRecipe:
             num=config.num_generations,
             replacements=config.dynamic_sampling,
         )
-        in_rewards = self.loss.name == "rloo" and self.loss.beta > 0
-        if config.num_iterations > 1 or in_rewards:
+        if config.num_iterations > 1 or self.loss.has_kl_reward:
             found = self._with_log_probs(session, found, "old")
         if self.loss.beta:
             found = self._with_log_probs(session, found, "reference")
@@ -174,10 +173,8 @@ class RlRecipe:
             rollouts.groups,
             self.config.batch_size,
         )
-        if self.loss.name == "rloo" and self.loss.beta:
-            flat = [rollout for group in groups for rollout in group]
-            own, reference = [one.old for one in flat], [one.reference for one in flat]
-            rewards = rewards_with_kl(rewards, own, reference, beta=self.loss.beta)
+        if self.loss.has_kl_reward:
+            rewards = rewards - self.loss.beta * self._log_ratios(rollouts).reshape(rewards.shape)
         given = advantages(rewards, name=self.loss.name, scale=self.loss.scale)
         batches = [
             self._batch(groups[start : start + size], given[start : start + size].reshape(-1).tolist())
@@ -186,6 +183,12 @@ class RlRecipe:
         if not sum(batch.weight for batch in batches):  # every answer is cut and left out
             batches[0] = replace(batches[0], weight=1)
         return batches
+
+    def _log_ratios(self, rollouts: Rollouts) -> Floats:
+        """Return the log ratio of each answer to the reference, 0 if it is left out of the loss."""
+        flat = [rollout for group in rollouts.groups for rollout in group]
+        kept = np.array([one.stopped or not self.config.mask_truncated for one in flat])
+        return kept * log_ratios([one.old for one in flat], [one.reference for one in flat])
 
     def _generator(self, session: Any) -> Generator:
         assert isinstance(session, DividesPrompts), "a session of a language model generates"
@@ -202,6 +205,8 @@ class RlRecipe:
     def batch_metrics(self, step: int) -> Metrics:
         assert self._rollouts is not None
         found = measure(self._rollouts, self.rewards.names, self.rewards.weights)
+        if self.loss.has_kl_reward:
+            found["kl"] = float(self._log_ratios(self._rollouts).mean())
         is_new = step % self.config.num_iterations == 0
         return found | {name: seconds if is_new else 0.0 for name, seconds in self._rollouts.seconds.items()}
 
