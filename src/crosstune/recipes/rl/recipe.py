@@ -90,6 +90,7 @@ class RlRecipe:
         self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
     ) -> None:
         """Open the rewards: a plan or a data report needs none."""
+        self.observer = observer  # which also records events
         if self._rewards is not None:
             return
         backend = session.plan.backend.name
