@@ -238,7 +238,14 @@ def test_equal_prompts_get_different_answers(tmp_path: Path) -> None:
 
 def test_the_reward_rises(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_rewards(monkeypatch, {"vowels": vowels})
-    more = {"max_steps": 25, "num_generations": 8, "lr": 3e-2, "lr_scheduler": "constant", "batch_size": 4}
+    more = {
+        "max_steps": 20,
+        "num_generations": 8,
+        "lr": 5e-3,
+        "train_type": "full",
+        "batch_size": 4,
+        "lr_scheduler": "constant",
+    }
     run = crosstune.train(**options(prompts, tmp_path, skip_eval=False, eval_samples=8, **more))
     rewards = [row["reward"] for row in metrics_of(run.folder)]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
@@ -253,11 +260,11 @@ def test_the_reward_rises(prompts: Path, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"num_generations": 1}, "--num_generations 1 cannot be used"),
+        ({"num_generations": 1}, "num_generations 1 cannot be used"),
         ({"context_length": 12}, "leave no room for an answer of 6 tokens"),
         ({"context_length": 4}, "do not fit into a context of 4 tokens"),
-        ({"rl_loss": "reinforce", "num_iterations": 2}, "--num_iterations"),
-        ({"packing": True}, "--packing does not work with --recipe rl"),
+        ({"rl_loss": "reinforce", "num_iterations": 2}, "num_iterations does not work"),
+        ({"packing": True}, "packing does not work with recipe rl"),
     ],
 )
 def test_bad_requests(prompts: Path, tmp_path: Path, more: dict[str, Any], message: str) -> None:

@@ -146,7 +146,8 @@ class RlRecipe:
             groups.append([])
             for rollout in group:
                 end = start + len(rollout.tokens)
-                groups[-1].append(replace(rollout, **{name: flat[start:end]}))
+                found: dict[str, Any] = {name: flat[start:end]}
+                groups[-1].append(replace(rollout, **found))
                 start = end
         return replace(rollouts, groups=groups)
 
@@ -304,9 +305,11 @@ class RlRecipe:
         longest = np.argsort([-len(one.tokens) for one in self.train], kind="stable")
         num, count = self.config.num_generations, self.config.max_new_tokens
         zeros = np.zeros(count, dtype=np.float32)
-        names = ["old"] * (self.config.num_iterations > 1) + ["reference"] * self.loss.has_kl_term
-        made = Rollout(prompt=0, tokens=[self.tokenizer.pad_id] * count, sampler=zeros, stopped=True)
-        made = replace(made, **dict.fromkeys(names, zeros))
+        values: dict[str, Any] = {"old": zeros} if self.config.num_iterations > 1 else {}
+        values |= {"reference": zeros} if self.loss.has_kl_term else {}
+        made = Rollout(
+            prompt=0, tokens=[self.tokenizer.pad_id] * count, sampler=zeros, stopped=True, **values
+        )
         return self._batch([[replace(made, prompt=int(place))] * num for place in np.resize(longest, size)])
 
     def describe(self) -> Mapping[str, Any]:
