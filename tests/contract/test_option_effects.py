@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rewards import use_rewards, vowels
 
 from crosstune import Run
 from crosstune.config.load import make_config
@@ -54,6 +55,7 @@ WITHOUT_NUMBERS = {
         "world_size sharding_strategy distributed_backend no_sync master_addr master_port"
     ),
     "runs something else": "emulate",
+    "matters where generator and training pass differ": "importance_correction importance_cap sampler_bound",
     "is used by the test that `judge train` adds": "test_dataset judge_by eval_backend",
     "matters only if rows of two splits are the same": "leaks",
     "matters only for bad or repeated rows": "dedup skip_bad_rows data_rules",
@@ -77,6 +79,7 @@ VALUES: Mapping[str, Any] = {
     "n_heads": 4, "cond_dim": 16, "latent_tokens": 2, "latent_dim": 96, "dropout": 0.5, "decode_steps": 1,
     "preference_loss": "ipo", "beta": 0.7, "label_smoothing": 0.2, "simpo_gamma": 3.0, "desirable_weight": 2.0,
     "undesirable_weight": 2.0, "sft_weight": 0.5, "center_rewards": 3.0,
+    "num_generations": 3, "temperature": 0.4, "epsilon": 1e-6, "epsilon_high": 1e-6, "num_iterations": 2, "dynamic_sampling": 9,
     "guidance": 3.0, "columns": "prompt=text", "chat_template": "alpaca",
 }  # fmt: skip
 """Values of options that are neither flags nor choices."""
@@ -97,6 +100,8 @@ TOGETHER: Mapping[str, Mapping[str, Any]] = {
     "early_stopping": {"eval_steps": 1, "max_steps": 4, "lr": 1e-30},  # no evaluation has a lower loss
     "lr_scheduler": {"max_steps": 4},
     "fp8_tolerance": {"base_precision": "fp8"},
+    "epsilon": {"num_iterations": 2, "lr": 0.1},
+    "epsilon_high": {"num_iterations": 2, "lr": 0.1},
 }
 """Option -> other options without which a run of two steps cannot show its effect, where the context accepts them."""
 
@@ -177,6 +182,7 @@ CONTEXTS = (
     Context("latent_diffusion", "full", "adamw", "cpu", {"skip_eval": True}),
     Context("judge", "lora", "adamw", "cpu", {"skip_eval": True}),
     Context("preference", "lora", "adamw", "cpu"),
+    Context("rl", "lora", "adamw", "cpu", {"num_generations": 2}),
 )
 
 
@@ -192,6 +198,7 @@ SAME_HERE = {
     ("verdict", "digit"): "what auto chooses for scores from 0 to 10",
     ("quant_type", "nf4"): "what auto chooses with bnb",
     ("quant_type", "int"): "what auto chooses with hqq",
+    ("scale_rewards", "group"): "what auto chooses for dapo",
 }
 """Value -> why a run does with it what it does by default, unless the plan says that it has no effect."""
 
@@ -217,6 +224,11 @@ def all_cases(*contexts: Context) -> list[Case]:
         for name in names
         for value in other_values(name, each.recipe)
     ]
+
+
+@pytest.fixture(autouse=True)
+def _rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_rewards(monkeypatch, {"vowels": vowels, "words": lambda answer: float("red" in answer.columns["text"])})
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +269,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": f"Say {word}.", "chosen": word * 3, "rejected": "no " + word, "text": word}
         for word in words * 2
     ]
+    rows["rl"] = [{"prompt": f"Say {word}.", "text": word} for word in words * 2]
     for name, each in rows.items():
         (home / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in each))
     return home
