@@ -228,7 +228,9 @@ def all_cases(*contexts: Context) -> list[Case]:
 
 @pytest.fixture(autouse=True)
 def _rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_rewards(monkeypatch, {"vowels": vowels, "words": lambda answer: float("red" in answer.columns["text"])})
+    use_rewards(
+        monkeypatch, {"vowels": vowels, "words": lambda answer: float("red" in answer.columns["text"])}
+    )
 
 
 @pytest.fixture(scope="module")

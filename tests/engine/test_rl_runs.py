@@ -289,3 +289,14 @@ def test_bad_rows_and_bad_rewards(prompts: Path, tmp_path: Path, monkeypatch: py
     rows = train(prompts, tmp_path, name="nan")
     assert all(row["grad_norm"] == 0 and row["rewards/vowels/failed"] == 1 for row in rows)
     assert "reward vowels fails" in json.loads((tmp_path / "nan" / "summary.json").read_text())["verdicts"]
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_the_sampler_difference_stays_small(prompts: Path, tmp_path: Path) -> None:
+    """The generator and the training pass use the same fast layers in bf16."""
+    more = {"backend": "cuda", "precision": "bf16", "kernels": "fast", "max_steps": 50, "num_generations": 8}
+    rows = train(prompts, tmp_path, max_new_tokens=64, lr=1e-4, num_epochs=20, **more)
+    assert len(rows) == 50
+    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-2
+    again = train(prompts, tmp_path, name="again", max_new_tokens=64, lr=1e-4, num_epochs=20, **more)
+    assert [row["reward"] for row in again[:1]] == [row["reward"] for row in rows[:1]]
