@@ -201,7 +201,7 @@ def test_experts_with_adapters_have_a_fixed_reference(pairs: Path, tiny_model: P
             session.update(lr=1e-2)
         assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[2] < losses[1] < losses[0]
         [trained] = session.task.answer_log_probs(session, recipe.micro_batches(0))
-        with session.task._as_reference(session.model):
+        with session.task.as_reference(session.model):
             [reference] = session.task.answer_log_probs(session, recipe.micro_batches(0))
         np.testing.assert_array_equal(reference, start)
         assert np.abs(trained - start).max() > 0.1
