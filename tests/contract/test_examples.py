@@ -79,7 +79,13 @@ def test_rl_yaml_with_a_tiny_model(home: Path, monkeypatch: pytest.MonkeyPatch) 
     use_rewards(monkeypatch, {"right": lambda one: right([one.answer], answer=[one.columns["answer"]])[0]})
     options = yaml.safe_load((EXAMPLES / "rl.yaml").read_text())
     assert options.pop("reward") == "examples/sums.py:right"
-    quick = {"max_steps": 2, "model_name": "tiny-random", "backend": "cpu", "max_new_tokens": 4, "batch_size": 1}
+    quick = {
+        "max_steps": 2,
+        "model_name": "tiny-random",
+        "backend": "cpu",
+        "max_new_tokens": 4,
+        "batch_size": 1,
+    }
     run = crosstune.train(**options | quick)
     assert run.summary["status"] == "finished" and "reward" in run.summary["eval_after"]
 

@@ -268,7 +268,9 @@ def test_losses_of_trl_cpo(tmp_path: Path) -> None:
 
 
 def test_reinforcement_learning_of_trl(tmp_path: Path) -> None:
-    words = "--model_name_or_path my/model --dataset_name a.jsonl --max_completion_length 99 --num_generations 4"
+    words = (
+        "--model_name_or_path my/model --dataset_name a.jsonl --max_completion_length 99 --num_generations 4"
+    )
     more = "--loss_type dr_grpo --scale_rewards false --epsilon_high 0.28 --mask_truncated_completions true"
     found = import_file(write(tmp_path, "run.sh", f"trl grpo {words} {more}"))
     expected = {
