@@ -55,6 +55,7 @@ WITHOUT_NUMBERS = {
         "world_size sharding_strategy distributed_backend no_sync master_addr master_port"
     ),
     "runs something else": "emulate",
+    "matters only for groups without spread": "dynamic_sampling",
     "matters where generator and training pass differ": "importance_correction importance_cap sampler_bound",
     "is used by the test that `judge train` adds": "test_dataset judge_by eval_backend",
     "matters only if rows of two splits are the same": "leaks",
@@ -79,7 +80,7 @@ VALUES: Mapping[str, Any] = {
     "n_heads": 4, "cond_dim": 16, "latent_tokens": 2, "latent_dim": 96, "dropout": 0.5, "decode_steps": 1,
     "preference_loss": "ipo", "beta": 0.7, "label_smoothing": 0.2, "simpo_gamma": 3.0, "desirable_weight": 2.0,
     "undesirable_weight": 2.0, "sft_weight": 0.5, "center_rewards": 3.0,
-    "num_generations": 3, "temperature": 0.4, "epsilon": 1e-6, "epsilon_high": 1e-6, "num_iterations": 2, "dynamic_sampling": 9,
+    "num_generations": 3, "temperature": 0.4, "epsilon": 1e-6, "epsilon_high": 1e-6, "num_iterations": 2,
     "guidance": 3.0, "columns": "prompt=text", "chat_template": "alpaca",
 }  # fmt: skip
 """Values of options that are neither flags nor choices."""
@@ -87,6 +88,7 @@ VALUES: Mapping[str, Any] = {
 VALUES_OF_RECIPE: Mapping[tuple[str, str], Any] = {
     ("judge", "columns"): "letter=rubric",
     ("preference", "eval_fraction"): 0.05,
+    ("rl", "eval_fraction"): 0.05,
     ("judge", "context_length"): 30,
     ("latent_diffusion", "context_length"): 2,
 }
@@ -101,7 +103,7 @@ TOGETHER: Mapping[str, Mapping[str, Any]] = {
     "lr_scheduler": {"max_steps": 4},
     "fp8_tolerance": {"base_precision": "fp8"},
     "epsilon": {"num_iterations": 2, "lr": 0.1},
-    "epsilon_high": {"num_iterations": 2, "lr": 0.1},
+    "epsilon_high": {"num_iterations": 2, "lr": 0.003},
 }
 """Option -> other options without which a run of two steps cannot show its effect, where the context accepts them."""
 
@@ -199,6 +201,8 @@ SAME_HERE = {
     ("quant_type", "nf4"): "what auto chooses with bnb",
     ("quant_type", "int"): "what auto chooses with hqq",
     ("scale_rewards", "group"): "what auto chooses for dapo",
+    ("rl_loss", "grpo"): "dapo for answers of one length",
+    ("rl_loss", "bnpo"): "dapo for one micro-batch",
 }
 """Value -> why a run does with it what it does by default, unless the plan says that it has no effect."""
 

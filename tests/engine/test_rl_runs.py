@@ -23,6 +23,7 @@ from crosstune.files.json_files import read_jsonl
 from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.rl.rollouts import Generator, Rollouts
+from crosstune.runs import move_check
 from crosstune.runs.open_parts import find_model, open_recipe, open_session
 
 TIMES = ("time/", "step_s", "cpu_s", "tokens_per_s", "memory_bytes")
@@ -289,6 +290,16 @@ def test_bad_rows_and_bad_rewards(prompts: Path, tmp_path: Path, monkeypatch: py
     rows = train(prompts, tmp_path, name="nan")
     assert all(row["grad_norm"] == 0 and row["rewards/vowels/failed"] == 1 for row in rows)
     assert "reward vowels fails" in json.loads((tmp_path / "nan" / "summary.json").read_text())["verdicts"]
+
+
+def test_a_move_is_checked_by_the_prompts(prompts: Path) -> None:
+    measured = []
+    for backend in ("cpu", "mlx"):
+        recipe, session = open_both(prompts, backend=backend)
+        measured.append(move_check.measure(session, recipe, session.plan, step=1))
+    there, here = measured
+    assert there.loss > 1 and there.num_supervised == here.num_supervised > 50
+    assert move_check.compare(there, here).within
 
 
 @pytest.mark.cuda
