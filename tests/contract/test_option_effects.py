@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rewards import use_rewards, vowels
 
 from crosstune import Run
 from crosstune.config.load import make_config
@@ -54,6 +55,8 @@ WITHOUT_NUMBERS = {
         "world_size sharding_strategy distributed_backend no_sync master_addr master_port"
     ),
     "runs something else": "emulate",
+    "matters only for groups without spread": "dynamic_sampling",
+    "matters where generator and training pass differ": "importance_correction importance_cap sampler_bound",
     "is used by the test that `judge train` adds": "test_dataset judge_by eval_backend",
     "matters only if rows of two splits are the same": "leaks",
     "matters only for bad or repeated rows": "dedup skip_bad_rows data_rules",
@@ -81,6 +84,7 @@ VALUES: Mapping[str, Any] = {
     "preference_loss": "ipo", "beta": 0.7, "label_smoothing": 0.2, "simpo_gamma": 3.0, "desirable_weight": 2.0,
     "undesirable_weight": 2.0, "sft_weight": 0.5, "center_rewards": 3.0,
     "reward": "json", "reward_weights": "0.5",
+    "num_generations": 3, "temperature": 0.4, "epsilon": 1e-6, "epsilon_high": 1e-6, "num_iterations": 2,
     "guidance": 3.0, "columns": "prompt=text", "chat_template": "alpaca",
 }  # fmt: skip
 """Values of options that are neither flags nor choices."""
@@ -88,6 +92,7 @@ VALUES: Mapping[str, Any] = {
 VALUES_OF_RECIPE: Mapping[tuple[str, str], Any] = {
     ("judge", "columns"): "letter=rubric",
     ("preference", "eval_fraction"): 0.05,
+    ("rl", "eval_fraction"): 0.05,
     ("judge", "context_length"): 30,
     ("latent_diffusion", "context_length"): 2,
 }
@@ -101,6 +106,8 @@ TOGETHER: Mapping[str, Mapping[str, Any]] = {
     "early_stopping": {"eval_steps": 1, "max_steps": 4, "lr": 1e-30},  # no evaluation has a lower loss
     "lr_scheduler": {"max_steps": 4},
     "fp8_tolerance": {"base_precision": "fp8"},
+    "epsilon": {"num_iterations": 2, "lr": 0.1},
+    "epsilon_high": {"num_iterations": 2, "lr": 0.003},
 }
 """Option -> other options without which a run of two steps cannot show its effect, where the context accepts them."""
 
@@ -181,6 +188,7 @@ CONTEXTS = (
     Context("latent_diffusion", "full", "adamw", "cpu", {"skip_eval": True}),
     Context("judge", "lora", "adamw", "cpu", {"skip_eval": True}),
     Context("preference", "lora", "adamw", "cpu"),
+    Context("rl", "lora", "adamw", "cpu", {"num_generations": 2}),
 )
 
 
@@ -196,6 +204,9 @@ SAME_HERE = {
     ("verdict", "digit"): "what auto chooses for scores from 0 to 10",
     ("quant_type", "nf4"): "what auto chooses with bnb",
     ("quant_type", "int"): "what auto chooses with hqq",
+    ("scale_rewards", "group"): "what auto chooses for dapo",
+    ("rl_loss", "grpo"): "dapo for answers of one length",
+    ("rl_loss", "bnpo"): "dapo for one micro-batch",
 }
 """Value -> why a run does with it what it does by default, unless the plan says that it has no effect."""
 
@@ -221,6 +232,13 @@ def all_cases(*contexts: Context) -> list[Case]:
         for name in names
         for value in other_values(name, each.recipe)
     ]
+
+
+@pytest.fixture(autouse=True)
+def _rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_rewards(
+        monkeypatch, {"vowels": vowels, "words": lambda answer: float("red" in answer.columns["text"])}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +279,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": f"Say {word}.", "chosen": word * 3, "rejected": "no " + word, "text": word}
         for word in words * 2
     ]
+    rows["rl"] = [{"prompt": f"Say {word}.", "text": word} for word in words * 2]
     for name, each in rows.items():
         (home / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in each))
     return home

@@ -18,7 +18,8 @@ from crosstune.core.events import Observers
 from crosstune.emulate.verdict import Verdict, emulate
 from crosstune.emulate.watch import Watch, operator_table
 from crosstune.planner.gather import make_plan
-from crosstune.runs.open_parts import find_model, open_recipe, open_session
+from crosstune.runs.open_parts import find_model, open_session
+from crosstune.runs.open_recipe import open_recipe
 from crosstune.torch_engine.tasks import causal_lm
 
 WITHOUT_KERNEL = "aten::linalg_matrix_exp"

@@ -21,7 +21,8 @@ from crosstune.core.events import Observers
 from crosstune.data.batches.forked import ForkedBatch
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.preference.batch import make_batch
-from crosstune.runs.open_parts import find_model, open_recipe, open_session
+from crosstune.runs.open_parts import find_model, open_session
+from crosstune.runs.open_recipe import open_recipe
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +202,7 @@ def test_experts_with_adapters_have_a_fixed_reference(pairs: Path, tiny_model: P
             session.update(lr=1e-2)
         assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[2] < losses[1] < losses[0]
         [trained] = session.task.answer_log_probs(session, recipe.micro_batches(0))
-        with session.task._as_reference(session.model):
+        with session.task.as_reference(session.model):
             [reference] = session.task.answer_log_probs(session, recipe.micro_batches(0))
         np.testing.assert_array_equal(reference, start)
         assert np.abs(trained - start).max() > 0.1

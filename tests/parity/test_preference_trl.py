@@ -17,7 +17,8 @@ from crosstune.config.load import make_config
 from crosstune.core.events import Observers
 from crosstune.data.batches.token_batch import Example, pad_rows
 from crosstune.planner.gather import make_plan
-from crosstune.runs.open_parts import find_model, open_recipe, open_session
+from crosstune.runs.open_parts import find_model, open_session
+from crosstune.runs.open_recipe import open_recipe
 
 trl = pytest.importorskip("trl")
 STEPS, LR, RANK = 10, 1e-3, 4

@@ -20,7 +20,8 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import read_jsonl
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.rewards import RewardBatch
-from crosstune.runs.open_parts import find_model, open_recipe, open_session
+from crosstune.runs.open_parts import find_model, open_session
+from crosstune.runs.open_recipe import open_recipe
 
 STEPS, LR = 5, 1e-3
 

@@ -267,7 +267,22 @@ def test_losses_of_trl_cpo(tmp_path: Path) -> None:
     assert [note.key for note in found["hinge"].missing] == ["loss_type"]
 
 
-@pytest.mark.parametrize("command", ["trl grpo", "python dpo_online.py"])
+def test_reinforcement_learning_of_trl(tmp_path: Path) -> None:
+    words = (
+        "--model_name_or_path my/model --dataset_name a.jsonl --max_completion_length 99 --num_generations 4"
+    )
+    more = "--loss_type dr_grpo --scale_rewards false --epsilon_high 0.28 --mask_truncated_completions true"
+    found = import_file(write(tmp_path, "run.sh", f"trl grpo {words} {more}"))
+    expected = {
+        "recipe": "rl", "rl_loss": "dr_grpo", "max_new_tokens": 99, "num_generations": 4, "scale_rewards": "none",
+        "epsilon_high": 0.28, "mask_truncated": True,
+    }  # fmt: skip
+    assert not found.missing and expected.items() <= found.options.items()
+    rloo = import_file(write(tmp_path, "rloo.sh", f"trl rloo {words}"))
+    assert rloo.options["rl_loss"] == "rloo"
+
+
+@pytest.mark.parametrize("command", ["trl ppo", "python dpo_online.py"])
 def test_trl_trainer_without_a_counterpart(tmp_path: Path, command: str) -> None:
     file = write(tmp_path, "run.sh", f"{command} --model_name_or_path my/model --dataset_name a.jsonl")
     assert [note.key for note in import_file(file).missing] == ["trainer"]

@@ -178,6 +178,12 @@ def figure_rows(plan: Plan, prediction: Prediction | None) -> Rows:
         "memory": _memory(plan),
         "of which": ", ".join(f"{names.get(name, name)} {size(part)}" for name, part in parts),
     }
+    if (phase := prediction.generation) is not None:
+        time = f", about {duration(phase.seconds)}" if phase.seconds is not None else ""
+        rows["generation"] = (
+            f"{phase.num_answers:,} answers, at most {count(phase.num_tokens)} tokens a step on each device: {phase.num_rows:,} at "
+            f"once, with a cache of {size(phase.cache_bytes)}, which is freed before training{time}"
+        )
     if (fit := prediction.fit) is not None:
         rows["would fit"] = f"with {fit.text}"
         rows |= {"command": fit.command} if fit.command else {}

@@ -81,6 +81,14 @@ class RowWork:
 
 def work_of_rows(options: Mapping[str, Any]) -> RowWork:
     """Return the work for a row of the recipe and loss of these options."""
+    if options["recipe"] == "rl":
+        # The passes for the reference, and for the answers before the first of several steps on them.
+        strength = options["beta"]
+        has_reference = strength > 0 if strength is not None else options["rl_loss"] == "rloo"
+        passes = has_reference + (options["num_iterations"] > 1) / options["num_iterations"]
+        return RowWork(
+            num_answers=options["num_generations"], num_passes=round(passes), copies_weights=has_reference
+        )
     if options["recipe"] != "preference":
         return RowWork()
     losses = parse_losses(options["preference_loss"])
@@ -190,6 +198,12 @@ def _with_recipe(name: str) -> Condition:
     return Condition(f"`--recipe {name}`", lambda now: now["recipe"] == name, otherwise, recipes=(name,))
 
 
+def _with_recipes(*names: str) -> Condition:
+    """Require one of these recipes."""
+    summary = f"{', '.join(names[:-1])} or {names[-1]}"
+    return Condition(summary, lambda now: now["recipe"] in names, "with the {recipe} recipe", recipes=names)
+
+
 def _with_losses(*names: str) -> Condition:
     return Condition(
         f"`--preference_loss` {', '.join(names)}",
@@ -261,6 +275,11 @@ SCHEDULE_WITH_FLOOR = Condition(
     "with lr_scheduler {lr_scheduler}",
 )
 EVALUATION = Condition("evaluation", lambda now: not now["skip_eval"] and now["eval_samples"] > 0)
+GENERATION = Condition(
+    "evaluation, or `--recipe rl`",
+    lambda now: now["recipe"] == "rl" or (not now["skip_eval"] and now["eval_samples"] > 0),
+    "without evaluation",
+)
 NO_SKIP_EVAL = Condition("evaluation", lambda now: not now["skip_eval"])
 SAVING = _with_option("save_steps", "save_minutes")
 EVALUATIONS = _with_option("eval_steps")
@@ -275,23 +294,22 @@ TRACKER_GROUPS = _with_trackers("wandb", "trackio")
 TRACKER_OWNERS = _with_trackers("wandb", "weave")
 JUDGE = _with_recipe("judge")
 PREFERENCE = _with_recipe("preference")
-RL = _with_recipe("rl")
 WITH_REFERENCE = _with_losses(*(name for name in LOSSES if name not in WITHOUT_REFERENCE))
 SMOOTHED_LOSS, SIMPO, KTO_LOSS = (
     _with_losses(*names) for names in (("dpo", "robust", "simpo", "cpo"), ("simpo",), (KTO,))
 )
-SFT_OR_PREFERENCE = Condition(
-    "`--recipe sft` or `--recipe preference`",
-    lambda now: now["recipe"] in ("sft", "preference"),
-    "with the {recipe} recipe",
-    recipes=("sft", "preference"),
+RL = _with_recipe("rl")
+PREFERENCE_OR_RL = _with_recipes("preference", "rl")
+CLIPPED_LOSS = Condition(
+    "another loss than reinforce", lambda now: now["rl_loss"] != "reinforce", "with --rl_loss reinforce"
 )
-WITH_ROWS = Condition(
-    "sft, preference or judge",
-    lambda now: now["recipe"] in ("sft", "preference", "judge"),
-    "with the {recipe} recipe",
-    recipes=("sft", "preference", "judge"),
+CORRECTED = Condition(
+    "a correction",
+    lambda now: now["importance_correction"] != "none",
+    "with --importance_correction none",
 )
+WITH_FRACTION = _with_recipes("sft", "preference", "rl")
+WITH_ROWS = _with_recipes("sft", "preference", "judge", "rl")
 SFT = _with_recipe("sft")
 ANSWERS_COMPARED = Condition(
     "`--recipe sft`",

@@ -237,7 +237,7 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "push_to_hub hub_model_id hub_strategy": "upload the result yourself: hf upload REPOSITORY RUN/adapter",
         "token hf_token hub_token use_auth_token api_key": _LOGIN,
         "wandb_api_key": "wandb login, or WANDB_API_KEY in the environment",
-        "rl rlhf_type": "--recipe preference --preference_loss dpo, ipo, orpo, simpo, kto, ...; --recipe judge --head scalar trains reward "
+        "rl rlhf_type": "--recipe rl --rl_loss grpo, ...; --recipe preference --preference_loss dpo, ipo, orpo, simpo, kto, ...; --recipe judge --head scalar trains reward "
         "models",
         "clear_cache_threshold": "cache_limit_gb in a file passed with --mlx_config, or --low_memory",
     }

@@ -33,6 +33,8 @@ class RecipeSpec:
     """False for a recipe that builds its own model."""
     engines: tuple[str, ...] = ()
     """The supported engines, for `--backend auto`; empty: all."""
+    opens_judges: bool = False
+    """True if the recipe scores answers with trained judges: `open` also takes `open_judge`, which finds one by its run."""
     needs_first_weights: bool = False
     """True if the recipe compares the model with its initial weights: a resumed run still needs --base_adapter."""
     data_options: tuple[str, ...] = ("dataset", "eval_dataset")

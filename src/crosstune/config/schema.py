@@ -16,6 +16,7 @@ from crosstune.config.options.latent import LatentOptions
 from crosstune.config.options.method import MethodOptions, ModelOptions
 from crosstune.config.options.preference import PreferenceOptions
 from crosstune.config.options.rewards import RewardOptions
+from crosstune.config.options.rl import RlOptions
 from crosstune.config.options.run import ProfilingOptions, RunOptions
 from crosstune.config.options.training import TrainingOptions
 
@@ -26,6 +27,7 @@ GROUPS: Mapping[str, type] = {
     "Judge": JudgeOptions,
     "Preference": PreferenceOptions,
     "Rewards": RewardOptions,
+    "Reinforcement learning": RlOptions,
     "Training": TrainingOptions,
     "Hardware": HardwareOptions,
     "Several processes": ProcessOptions,
@@ -44,6 +46,7 @@ class Config(
     JudgeOptions,
     PreferenceOptions,
     RewardOptions,
+    RlOptions,
     TrainingOptions,
     HardwareOptions,
     ProcessOptions,

@@ -244,6 +244,8 @@ class SampleRow(_SampleTexts, total=False):
 
     frames: list[str]
     """The states of the answer while it was generated, if the recipe records them."""
+    score: float
+    """The reward of the answer, if the recipe has rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,8 @@ from crosstune.loop.step import prepare_window, take_step
 from crosstune.machines.probe import load_machine
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
-from crosstune.runs.open_parts import find_model, open_recipe, open_session
+from crosstune.runs.open_parts import find_model, open_session
+from crosstune.runs.open_recipe import open_recipe
 from crosstune.runs.resume import read_request
 
 NUM_STEPS = 3

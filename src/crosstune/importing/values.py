@@ -347,10 +347,13 @@ def trl_trainer(value: Any, given: Mapping[str, Any]) -> Found:
         return {"recipe": "judge", "head": "scalar"}
     if value in ("dpo", "kto", "orpo", "cpo"):
         return {"recipe": "preference", "preference_loss": value}
+    if value in ("grpo", "rloo"):
+        # The default of GRPOConfig.loss_type, which a given value replaces.
+        return {"recipe": "rl", "rl_loss": "rloo" if value == "rloo" else "dapo"}
     if value == "sft":
         return {"recipe": "sft"}
     return Missing(
-        f"crosstune has no counterpart of {value}; pass --recipe sft, preference or judge to this command"
+        f"crosstune has no counterpart of {value}; pass --recipe sft, preference, rl or judge to this command"
     )
 
 
@@ -363,6 +366,9 @@ def trl_loss(value: Any, given: Mapping[str, Any]) -> Found:
     names = [value] if isinstance(value, str) else list(value or [])
     if names in ([], ["nll"]):
         return {}
+    if given.get("trainer") == "grpo":
+        known = [name for name in names if name in ("grpo", "dr_grpo", "dapo", "bnpo")]
+        return {"rl_loss": known[0]} if known else Missing(f"no loss of --rl_loss is {names[0]}")
     if unknown := [name for name in names if name not in {*PREFERENCE_LOSSES, "sft"}]:
         return Missing(f"no loss of --preference_loss is {unknown[0]}")
     if given.get("trainer") == "cpo" and names != ["simpo"]:

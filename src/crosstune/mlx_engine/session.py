@@ -50,7 +50,7 @@ from crosstune.mlx_engine.wrap_call import bad_arrays, watch_outputs
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import save_adapter
 from crosstune.models.mlx_adapters import to_mlx
-from crosstune.process.ranks import SingleProcess
+from crosstune.process.ranks import MAXIMUM, SingleProcess, mean_metrics
 
 RANDOM = "mlx"
 """The key of the random state in a checkpoint."""
@@ -336,19 +336,14 @@ class MetricTotals:
     def add(self, sums: MetricSums) -> None:
         check_known_metrics(sums, self._sums)
         for name, (total, weight) in sums.items():
-            before = self._sums[name]
-            self._sums[name] = (before[0] + float(total), before[1] + float(weight))
+            before, found = self._sums[name], float(total)
+            added = max(before[0], found) if name.endswith(MAXIMUM) else before[0] + found
+            self._sums[name] = (added, before[1] + float(weight))
 
     def means(self, group: RingGroup | None) -> Metrics:
         """Return the means across all processes; all have the same metrics."""
         numbers = [number for pair in self._sums.values() for number in pair]
-        if group is not None and numbers:
-            numbers = group.sum_numbers(*numbers)
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
-        return {
-            name: total / weight if weight else math.nan
-            for name, (total, weight) in zip(self._sums, pairs, strict=True)
-        }
+        return mean_metrics(list(self._sums), numbers, group)
 
 
 class TextSession(MlxSession):
@@ -365,7 +360,17 @@ class TextSession(MlxSession):
             for index, batch in enumerate(batches):
                 if self._on_this_rank(index):
                     found[index] = np.array(compute(self._to_device(self.prepare(batch))).astype(mx.float32))
-        return (self.group or SingleProcess()).gather_vectors(found)
+        return self.gather_vectors(found)
+
+    def own_prompts(self, count: int) -> range:
+        return self.own_share(count)
+
+    def own_share(self, count: int) -> range:
+        ranks = (self.group or SingleProcess()).ranks
+        return range(ranks.rank, count, ranks.size)
+
+    def gather_vectors(self, own: Mapping[int, Array]) -> list[Array]:
+        return (self.group or SingleProcess()).gather_vectors(own)
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
         return [answer.content for answer in self.sample(prompts, **options)]

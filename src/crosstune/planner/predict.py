@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from crosstune.config.conditions import work_of_rows
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
+from crosstune.data.batches.row_order import rows_per_step
+from crosstune.estimate.generation import GenerationPhase, generation_phase
 from crosstune.estimate.memory import MemoryParts, moment_bytes
 from crosstune.estimate.model_shape import trained_parameters
 from crosstune.estimate.step_time import (
@@ -16,6 +18,7 @@ from crosstune.estimate.step_time import (
     NUM_CHECKED,
     SUSTAINED,
     Cluster,
+    DeviceSpeed,
     StepTime,
     find_speed,
     forward_flops,
@@ -49,6 +52,8 @@ class Prediction:
     num_steps: int | None
     time: StepTime | None
     """None for a device of unknown speed."""
+    generation: GenerationPhase | None = None
+    """The generation of a step's answers; None for a recipe that generates none."""
     first_pass_s: float = 0.0
     """Seconds before the first step, for a reference that is computed once."""
     price_per_hour: float | None = None
@@ -60,7 +65,8 @@ class Prediction:
     def hours(self) -> float | None:
         if self.time is None or self.num_steps is None:
             return None
-        return (self.num_steps * self.time.seconds + self.first_pass_s) / 3600
+        generated_s = (self.generation.seconds or 0.0) if self.generation is not None else 0.0
+        return (self.num_steps * (self.time.seconds + generated_s) + self.first_pass_s) / 3600
 
     @property
     def cost(self) -> float | None:
@@ -84,6 +90,7 @@ class Prediction:
             "num_steps": self.num_steps,
             "tokens_per_s": time.tokens_per_s if time else None,
             "step_s": time.seconds if time else None,
+            "generation": asdict(self.generation) if self.generation is not None else None,
             "first_pass_s": self.first_pass_s if time else None,
             "limited_by": time.limit if time else None,
             "communication_share": time.communication_share if time else None,
@@ -131,10 +138,32 @@ def predict(
         cluster=cluster,
         num_steps=num_steps,
         time=time,
+        generation=_generation(plan, data, speed),
         first_pass_s=first_pass_s,
         price_per_hour=price_per_hour,
         fit=find_fit(plan),
     )
+
+
+def _generation(plan: Plan, data: DataFacts | None, speed: DeviceSpeed | None) -> GenerationPhase | None:
+    """Estimate the generation of a step of an rl run, spread over the steps on the same answers."""
+    config, fitted = plan.config, plan.fitted
+    if config.recipe != "rl" or fitted is None:
+        return None
+    prompts = -(-rows_per_step(config) // max(1, plan.world_size))
+    longest = data.longest_row - data.longest_target if data is not None else config.context_length // 4
+    found = generation_phase(
+        fitted.shape,
+        fitted.parts,
+        num_answers=prompts * config.num_generations,
+        longest_prompt=longest,
+        max_new_tokens=config.max_new_tokens,
+        usable_bytes=plan.usable_bytes,
+        on_gpu=not plan.backend.is_torch_cpu,
+        speed=speed,
+    )
+    seconds = found.seconds / config.num_iterations if found.seconds is not None else None
+    return replace(found, seconds=seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from crosstune.core.protocols import Array
 
+MAXIMUM = "/max"
+"""Ending of the metrics that are a maximum over the batches of a step, of numbers of 0 or more; the others are means."""
+
 
 class Activity:
     """The current activity of this process, set by one thread and read by others."""
@@ -204,6 +207,26 @@ class SingleProcess(Group):
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
+
+
+def mean_metrics(names: Sequence[str], numbers: Sequence[float], group: Group | None) -> dict[str, float]:
+    """Return the metrics of a step from the sum and the weight of each on this rank."""
+    totals, largest = list(numbers), dict[str, float]()
+    tops = [name for name in names if name.endswith(MAXIMUM)]
+    if group is not None and totals:
+        if tops:
+            layout = f"<{len(tops)}d"
+            own = struct.pack(layout, *(numbers[2 * names.index(name)] for name in tops))
+            parts = [struct.unpack(layout, part) for part in group.gather(own)]
+            largest = dict(zip(tops, map(max, zip(*parts, strict=True)), strict=True))
+        totals = group.sum_numbers(*totals)
+    else:
+        largest = {name: numbers[2 * names.index(name)] for name in tops}
+    pairs = zip(totals[::2], totals[1::2], strict=True)
+    return {
+        name: math.nan if not weight else largest[name] if name in largest else total / weight
+        for name, (total, weight) in zip(names, pairs, strict=True)
+    }
 
 
 def sum_exactly(numbers: Sequence[float]) -> float:

@@ -98,6 +98,11 @@ def ranked(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def terminal_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics for the terminal."""
+    if "reward" in metrics:
+        kept = ("completions/mean_length", "completions/clipped_ratio")
+        parts = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
+        names = ("reward", *(parts if len(parts) > 1 else ()), *kept)
+        return {name: metrics[name] for name in names if name in metrics}
     if "rewards/chosen" not in metrics:
         return dict(metrics)
     return {name: ranked(metrics)[name] for name in _FEW_METRICS if name in ranked(metrics)}

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from crosstune.core.events import Evaluated
 from crosstune.core.safe_text import printable
-from crosstune.report.files import RunFiles, listed, mapping
+from crosstune.report.files import RunFiles, listed, mapping, number
+from crosstune.report.formatting import show_number
 from crosstune.report.series import Best, best_evaluation, evaluation_step
 
 METRIC = "exact_match"
@@ -39,6 +40,8 @@ class Answer:
 
     text: str | None
     """None when this evaluation did not include the prompt."""
+    score: str = ""
+    """The reward, if there is one."""
     mark: str = ""
     """`match`, `no match`, or empty if it was not compared with a reference."""
     frames: list[str] = field(default_factory=list)
@@ -152,7 +155,9 @@ def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]], compares: 
         text = str(sample.get("answer", ""))
         mark = ("match" if text == reference else "no match") if compared and reference else ""
         frames = [_cut(printable(str(frame))) for frame in listed(sample.get("frames"))[:MAX_FRAMES]]
-        answers.append(Answer(text=_cut(text), mark=mark, frames=frames))
+        score = number(sample.get("score"))
+        reward = f"reward {show_number(score).text}" if score is not None else ""
+        answers.append(Answer(text=_cut(text), mark=mark, frames=frames, score=reward))
     return SampleRow(prompt=_cut(key[0]), reference=_cut(reference), answers=compare_answers(answers))
 
 

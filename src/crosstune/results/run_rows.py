@@ -13,7 +13,7 @@ from crosstune.data.render.rendering import encode_prompt
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import read_jsonl
 from crosstune.results.opened import Opened
-from crosstune.runs.open_parts import open_recipe
+from crosstune.runs.open_recipe import open_recipe
 
 _ROWS = 128
 _TEXTS = 200

@@ -42,7 +42,7 @@ from crosstune.planner.gather import gather
 from crosstune.planner.predict import DataFacts, OwnModel
 from crosstune.process.ranks import Ranks
 from crosstune.recipes.sft import open_tokenizer
-from crosstune.runs.open_parts import open_recipe
+from crosstune.runs.open_recipe import open_recipe
 from crosstune.runs.resume import ResumePoint, names_path, read_request, run_folder
 from crosstune.runs.resume_identity import check_base, identity_of_options
 from crosstune.tracking.observe import check_trackers

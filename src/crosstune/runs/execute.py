@@ -33,6 +33,7 @@ from crosstune.core.events import (
 from crosstune.core.out_of_memory import LOADING, OutOfMemory, memory_errors
 from crosstune.core.profiling import Profiles
 from crosstune.core.protocols import Generates, HasNotes, PreparesSession, Session
+from crosstune.core.rewards import RewardUnavailable
 from crosstune.core.weights import result_weights
 from crosstune.files.run_record import Record, RecordFailed
 from crosstune.loop.deferred_errors import DeferredErrors, DeferringObserver
@@ -249,6 +250,10 @@ class Execution:
             self.progress.status = "stopped"
             self.checkpoints.last_step = 0  # the last step is in no checkpoint
             self._save_last()
+        except RewardUnavailable as error:
+            if self.ranks.size > 1:  # the other ranks wait for the scores
+                raise
+            return error
         except (NonFiniteError, PeerLost) as error:
             return error
         return self._watch.error

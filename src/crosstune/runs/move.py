@@ -30,7 +30,8 @@ from crosstune.models.adapter_files import TOKENIZER_FILES
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
 from crosstune.runs import move_check
-from crosstune.runs.open_parts import find_base, open_recipe, open_session
+from crosstune.runs.open_parts import find_base, open_session
+from crosstune.runs.open_recipe import open_recipe
 from crosstune.runs.restore import check_model, restored_config
 from crosstune.runs.resume import FIRST_ADAPTER, pick_checkpoint
 from crosstune.runs.resume_identity import check_same, compare, identity_of

@@ -12,7 +12,7 @@ from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.events import ModelProgress, Observer
-from crosstune.core.protocols import Recipe, Session, Task
+from crosstune.core.protocols import Session, Task
 from crosstune.models.added_tokens import add_tokens
 from crosstune.models.identity import identity
 from crosstune.models.locate import ModelFolder, locate
@@ -47,12 +47,6 @@ def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer)
             why=error.why or error.message,
             do=f"give its path with --model_name; its weights have the hash {str(base.get('identity'))[:12]}",
         ) from error
-
-
-def open_recipe(config: Config, model: ModelFolder | None, observer: Observer) -> Recipe:
-    """Open the recipe of a configuration with its data."""
-    folder = model.path if model is not None else None
-    return load_recipe(config.recipe).open(config, model_folder=folder, observer=observer)
 
 
 def open_session(

@@ -34,7 +34,8 @@ from crosstune.process.ranks import Group
 from crosstune.runs.check_request import check_base_adapter, check_model, check_request
 from crosstune.runs.extend import extend
 from crosstune.runs.find_batch import find_batch_size
-from crosstune.runs.open_parts import find_base, open_recipe
+from crosstune.runs.open_parts import find_base
+from crosstune.runs.open_recipe import open_recipe
 from crosstune.runs.resume import ResumePoint, read_request
 from crosstune.runs.resume_identity import identity_of
 

@@ -17,7 +17,7 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.errors import UserError
 from crosstune.core.events import Moved, Observer, Resumed, Warned
-from crosstune.core.protocols import Array, Recipe, Session, SessionState
+from crosstune.core.protocols import CARRIED, Array, GeneratesBatches, Recipe, Session, SessionState
 from crosstune.core.weights import result_weights
 from crosstune.loop.step import LossScale
 from crosstune.models.adapter_files import replace_tokenizer
@@ -26,7 +26,8 @@ from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
 from crosstune.planner.gather import make_plan
 from crosstune.runs import move_check
-from crosstune.runs.open_parts import find_base, open_recipe, open_session
+from crosstune.runs.open_parts import find_base, open_session
+from crosstune.runs.open_recipe import open_recipe
 from crosstune.runs.resume import ResumePoint, kept_options
 
 Moments = Mapping[str, Mapping[str, Array]]
@@ -47,6 +48,10 @@ def restore_session(
         moments=not any(difference.kind == "optimizer" for difference in point.differences),
     )
     session.import_state(state)
+    if isinstance(recipe, GeneratesBatches):
+        found = {name: array for name, array in state.random.items() if name.startswith(CARRIED)}
+        carried = {name.removeprefix(CARRIED): array for name, array in found.items()}
+        recipe.carry_on(carried, step=point.step)
     scale.load(state.facts.get("loss_scale") or scale.to_json())
     if "trainable" in allowed:
         stored = point.manifest.trainable

@@ -11,9 +11,9 @@ from crosstune.config.conditions import (
     NO_SKIP_EVAL,
     ROWS_WITH_FORMATS,
     SFT,
-    SFT_OR_PREFERENCE,
     STREAMED_LOADING,
     TORCH_ENGINE,
+    WITH_FRACTION,
     WITH_ROWS,
 )
 from crosstune.config.option import OnResume, StringKind, not_zero, option
@@ -44,7 +44,7 @@ class DataOptions:
         "eval_samples unless that is set; unset: a tenth",
         low=0.0001,
         high=0.9,
-        needs=(EVALUATION, SFT_OR_PREFERENCE),
+        needs=(EVALUATION, WITH_FRACTION),
     )
     dedup: bool = _option(
         False, "Drop duplicate rows, and training rows that are also held out", needs=(SFT,)

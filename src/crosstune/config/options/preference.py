@@ -8,6 +8,7 @@ from functools import partial
 from crosstune.config.conditions import (
     KTO_LOSS,
     PREFERENCE,
+    PREFERENCE_OR_RL,
     SIMPO,
     SMOOTHED_LOSS,
     WITH_REFERENCE,
@@ -27,11 +28,12 @@ class PreferenceOptions:
         check=check_losses,
         joins_items=":",
     )
-    beta: float | None = _option(
+    beta: float | None = option(
         None,
-        "Strength of the preference, in most losses the distance to the reference; unset: 0.1, and 2 for simpo alone",
-        low=1e-6,
+        "Strength of the preference, in most losses the distance to the reference; unset: 0.1, and 2 for simpo alone. In rl, the "
+        "weight of the KL divergence from the reference; unset: 0, and 0.05 for rloo",
         high=1e6,
+        needs=(PREFERENCE_OR_RL,),
     )
     label_smoothing: float = _option(
         0.0, "Assumed fraction of wrong labels", high=0.49, needs=(PREFERENCE, SMOOTHED_LOSS)
@@ -56,8 +58,9 @@ class PreferenceOptions:
         needs=(PREFERENCE, WITH_REFERENCE),
         on_resume=OnResume.FREE,
     )
-    share_prompts: bool = _option(
+    share_prompts: bool = option(
         True,
-        "Compute the prompt of a pair once for both answers; false: in separate rows",
+        "Compute a prompt once for all of its answers; false: in separate rows",
+        needs=(PREFERENCE_OR_RL,),
         on_resume=OnResume.FREE,
     )

@@ -9,6 +9,7 @@ from crosstune.config.conditions import (
     ANSWERS,
     EVALUATION,
     EVALUATIONS,
+    GENERATION,
     LAST_RESULT,
     PROFILE,
     PROJECTS,
@@ -135,10 +136,11 @@ class RunOptions:
     )
     max_new_tokens: int = _option(
         64,
-        "Maximum number of tokens per generated answer",
+        "Maximum number of tokens per generated answer; higher default: 512 for --recipe rl",
+        aliases=("max_completion_length", "max_response_length"),
         low=1,
         high=2**20,
-        needs=(EVALUATION, ANSWERS),
+        needs=(GENERATION, ANSWERS),
     )
     log_to: str = _option(
         "tqdm",

@@ -60,8 +60,8 @@ class TrainingOptions:
     optimizer: str = option("adamw", "Optimizer", choices=OPTIMIZERS)
     lr: float = option(
         0.0002,
-        "Peak learning rate; lower defaults: 2e-05 for --train_type full with adamw, 1e-05 for --recipe preference (1e-06 without "
-        "adapters)",
+        "Peak learning rate; lower defaults: 2e-05 for --train_type full with adamw, 1e-05 for --recipe preference "
+        "and rl (1e-06 without adapters)",
         aliases=("learning_rate",),
         high=1000,
     )

@@ -40,36 +40,18 @@ class MlxFunctions:
         return mx.maximum(x, 0)
 
 
-class PreferenceLM(CausalLM):
-    """A language model with a loss over the log probabilities of whole answers."""
+class ForkedLM(CausalLM):
+    """A language model that computes a prompt once for all of its answers."""
 
-    def __init__(self, loss: PreferenceLoss) -> None:
-        self.preference = loss
-        self.metric_names = self.eval_metric_names = metric_names(loss)
-        self._shares_prompts = False
+    _shares_prompts = False
 
-    def prepare_loss(self, model: nn.Module) -> CausalLoss:
+    def find_sharing(self, model: nn.Module) -> None:
+        """Try whether the model can share prompts."""
         # A layer that is recomputed in the backward pass does not fill a cache.
         recomputes = self.opening.plan.config.use_gradient_checkpointing
         self._shares_prompts = not recomputes and can_share_prompts(model)
-        self.prepared = AnswerLoss(model, self.preference)
-        return self.prepared
 
-    def forget_reference(self) -> None:
-        """Free the initial weights, when all log probabilities of the reference are known."""
-        assert isinstance(self.prepared, AnswerLoss)
-        self.prepared.forget_reference()
-
-    def arrays(self, batch: PreferenceBatch) -> Mapping[str, Array]:  # type: ignore[override]
-        return batch.arrays(self._token_arrays)
-
-    def answer_log_probs(self, session: Any, batches: Iterable[PreferenceBatch]) -> list[Array]:
-        """Return the log probabilities of the answers of each batch; for single answers, the other answers after them."""
-        loss = self.prepared
-        assert isinstance(loss, AnswerLoss)
-        return session.map_batches(batches, loss.answer_log_probs)
-
-    def _token_arrays(self, tokens: TokenBatch) -> Mapping[str, Array]:
+    def token_arrays(self, tokens: TokenBatch) -> Mapping[str, Array]:
         if not isinstance(tokens, ForkedBatch):
             return super().arrays(tokens)
         # Packed prompts would be padded to the longest: packed documents cost less.
@@ -94,15 +76,41 @@ class PreferenceLM(CausalLM):
         }
 
 
-class AnswerLoss(CausalLoss):
-    """The preference loss of a model; its reference is the model with its initial weights."""
+class PreferenceLM(ForkedLM):
+    """A language model with a loss over the log probabilities of whole answers."""
 
-    def __init__(self, model: nn.Module, preference: PreferenceLoss) -> None:
+    def __init__(self, loss: PreferenceLoss) -> None:
+        self.preference = loss
+        self.metric_names = self.eval_metric_names = metric_names(loss)
+
+    def prepare_loss(self, model: nn.Module) -> CausalLoss:
+        self.find_sharing(model)
+        self.prepared = AnswerLoss(model, self.preference)
+        return self.prepared
+
+    def forget_reference(self) -> None:
+        """Free the initial weights, when all log probabilities of the reference are known."""
+        assert isinstance(self.prepared, AnswerLoss)
+        self.prepared.forget_reference()
+
+    def arrays(self, batch: PreferenceBatch) -> Mapping[str, Array]:  # type: ignore[override]
+        return batch.arrays(self.token_arrays)
+
+    def answer_log_probs(self, session: Any, batches: Iterable[PreferenceBatch]) -> list[Array]:
+        """Return the log probabilities of the answers of each batch; for single answers, the other answers after them."""
+        loss = self.prepared
+        assert isinstance(loss, AnswerLoss)
+        return session.map_batches(batches, loss.answer_log_probs)
+
+
+class ReferenceLoss(CausalLoss):
+    """A loss from the log probabilities of tokens; its reference is the model with its initial weights."""
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.preference = preference
-        self._reference = self._weights()
+        self._reference = self.trained_weights()
 
-    def _weights(self) -> dict[str, mx.array]:
+    def trained_weights(self) -> dict[str, mx.array]:
         return {
             canonical_name(name): array for name, array in tree_flatten(self.model.trainable_parameters())
         }
@@ -110,8 +118,81 @@ class AnswerLoss(CausalLoss):
     def forget_reference(self) -> None:
         self._reference = {}
 
+    def of_reference(
+        self,
+        arrays: Arrays,
+        weights: dict[str, mx.array],
+        compute: Callable[[Arrays, dict[str, mx.array]], mx.array],
+    ) -> mx.array:
+        """Return `compute` of the model with its initial weights, without dropout and gradients."""
+        was_training = self.model.training
+        put(self.model, self._reference)
+        self.model.eval()
+        try:
+            return mx.stop_gradient(compute(arrays, self._reference))
+        finally:
+            self.model.train(was_training)
+            put(self.model, weights)
+
+    def token_log_probs(
+        self, feed: Arrays, weights: Mapping[str, mx.array], *, temperature: float = 1.0
+    ) -> tuple[mx.array, mx.array]:
+        """Return the log probability of each supervised token, and the entropy without a gradient."""
+        head = {name: weights[name] for name in self._head_weights}
+        split = self._split
+
+        def measure(targets: mx.array) -> Callable[..., tuple[mx.array, mx.array]]:
+            def run(hidden: mx.array, head: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
+                put(self.model, head)
+                logits = split.logits(hidden) if split is not None else hidden
+                log_probs = nn.log_softmax(logits.astype(mx.float32) / temperature, axis=-1)
+                entropy = -(mx.exp(log_probs) * log_probs).sum(axis=-1)
+                return mx.take_along_axis(log_probs, targets[:, None], axis=-1)[:, 0], entropy
+
+            return run
+
+        found, entropies = list[mx.array](), list[mx.array]()
+        hidden = self._answers_hidden(feed)
+        for chunk in self._chunks(hidden if split is not None else None):
+            # Recomputed in the backward pass, so that only one chunk of logits is in memory.
+            part = mx.depends(hidden[chunk], found[-1:]) if found else hidden[chunk]
+            log_probs, entropy = mx.checkpoint(measure(feed["targets"][chunk]))(part, head)
+            found.append(log_probs)
+            entropies.append(mx.stop_gradient(entropy))
+        put(self.model, dict(head))
+        return mx.concatenate(found), mx.concatenate(entropies)
+
+    def _answers_hidden(self, feed: Arrays) -> mx.array:
+        """Return the hidden states, or for a model that cannot be split the logits, of the supervised tokens."""
+
+        def run(ids: mx.array, **options: Any) -> mx.array:
+            if self._split is not None:
+                return self._split.hidden(ids, **options)
+            logits = self.model(ids, **options)
+            return logits.reshape(-1, logits.shape[-1])
+
+        if "prompts" not in feed:
+            return run(feed["input_ids"], **self._caches(feed))[feed["places"]]
+        found = run_branches(
+            run,
+            self.model,
+            prompts=feed["prompts"],
+            prompt_lengths=feed["prompt_lengths"],
+            branches=feed["input_ids"],
+            fork_of=feed["fork_of"],
+        )
+        return found[feed["places"]]
+
+
+class AnswerLoss(ReferenceLoss):
+    """The preference loss of a model."""
+
+    def __init__(self, model: nn.Module, preference: PreferenceLoss) -> None:
+        super().__init__(model)
+        self.preference = preference
+
     def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        return self._loss(arrays, self._weights())
+        return self._loss(arrays, self.trained_weights())
 
     def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
         return self(arrays)
@@ -138,25 +219,14 @@ class AnswerLoss(CausalLoss):
             entropy=entropy,
             kl=self._estimate_kl(arrays, weights) if "labels" in arrays else None,
         )
-        return total, _detached(sums)
+        return total, detached(sums)
 
     def answer_log_probs(self, arrays: Arrays) -> mx.array:
-        weights = self._weights()
+        weights = self.trained_weights()
         found = [self._log_probs(arrays, weights)[0]]
         if f"{OTHER}input_ids" in arrays:
             found.append(self._log_probs(arrays, weights, prefix=OTHER)[0])
         return mx.concatenate(found)
-
-    def _of_reference(self, arrays: Arrays, weights: dict[str, mx.array], *, prefix: str = "") -> mx.array:
-        """Return the log probabilities of the model with its initial weights, without dropout."""
-        was_training = self.model.training
-        put(self.model, self._reference)
-        self.model.eval()
-        try:
-            return mx.stop_gradient(self._log_probs(arrays, self._reference, prefix=prefix)[0])
-        finally:
-            self.model.train(was_training)
-            put(self.model, weights)
 
     def _estimate_kl(self, arrays: Arrays, weights: dict[str, mx.array]) -> mx.array:
         """Return the mean log ratio of answers to other prompts, at least 0."""
@@ -171,55 +241,18 @@ class AnswerLoss(CausalLoss):
     ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         """Return the log probability of each answer, and the entropy summed over tokens with their number."""
         feed = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-        head = {name: weights[name] for name in self._head_weights}
-        split = self._split
-
-        def measure(targets: mx.array) -> Callable[..., tuple[mx.array, mx.array]]:
-            def run(hidden: mx.array, head: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
-                put(self.model, head)
-                logits = split.logits(hidden) if split is not None else hidden
-                log_probs = nn.log_softmax(logits.astype(mx.float32), axis=-1)
-                entropy = -(mx.exp(log_probs) * log_probs).sum(axis=-1)
-                return mx.take_along_axis(log_probs, targets[:, None], axis=-1)[:, 0], entropy
-
-            return run
-
-        found, entropies = list[mx.array](), list[mx.array]()
-        hidden = self._answers_hidden(feed)
-        for chunk in self._chunks(hidden if split is not None else None):
-            # Recomputed in the backward pass, so that only one chunk of logits is in memory.
-            part = mx.depends(hidden[chunk], found[-1:]) if found else hidden[chunk]
-            log_probs, entropy = mx.checkpoint(measure(feed["targets"][chunk]))(part, head)
-            found.append(log_probs)
-            entropies.append(mx.stop_gradient(entropy))
-        put(self.model, dict(head))
+        found, entropies = self.token_log_probs(feed, weights)
         counted = feed["counted"]
-        total = mx.zeros(arrays["lengths"].shape).at[feed["answers"]].add(mx.concatenate(found) * counted)
-        return total, ((mx.concatenate(entropies) * counted).sum(), counted.sum())
+        total = mx.zeros(arrays["lengths"].shape).at[feed["answers"]].add(found * counted)
+        return total, ((entropies * counted).sum(), counted.sum())
 
-    def _answers_hidden(self, feed: Arrays) -> mx.array:
-        """Return the hidden states, or for a model that cannot be split the logits, of the supervised tokens."""
-
-        def run(ids: mx.array, **options: Any) -> mx.array:
-            if self._split is not None:
-                return self._split.hidden(ids, **options)
-            logits = self.model(ids, **options)
-            return logits.reshape(-1, logits.shape[-1])
-
-        if "prompts" not in feed:
-            return run(feed["input_ids"], **self._caches(feed))[feed["places"]]
-        found = run_branches(
-            run,
-            self.model,
-            prompts=feed["prompts"],
-            prompt_lengths=feed["prompt_lengths"],
-            branches=feed["input_ids"],
-            fork_of=feed["fork_of"],
+    def _of_reference(self, arrays: Arrays, weights: dict[str, mx.array], *, prefix: str = "") -> mx.array:
+        return self.of_reference(
+            arrays, weights, lambda given, initial: self._log_probs(given, initial, prefix=prefix)[0]
         )
-        return found[feed["places"]]
 
 
-def _detached(sums: Mapping[str, tuple[Any, Any]]) -> MetricSums:
+def detached(sums: Mapping[str, tuple[Any, Any]]) -> MetricSums:
     def cut(value: Any) -> Any:
         return mx.stop_gradient(value) if isinstance(value, mx.array) else value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from crosstune.data.bundled.named_datasets import RowsPart
 from crosstune.data.open_data import HELD_OUT_SHARE
 from crosstune.data.read.columns import Columns, check_columns, parse_columns
 from crosstune.data.read.dataset_list import unweighted
+from crosstune.data.read.formats import Turn
 from crosstune.data.read.sources import Source, open_source, row_error, skipped_row
 from crosstune.data.tokens.corpus import Corpus, how_to_fit, open_corpus
 from crosstune.data.tokens.encode import OnProgress
@@ -107,7 +108,7 @@ def open_preferences(config: Config, *, paired: bool) -> PreferenceData:
         )
     notes = []
     if evaluates and not held_out:
-        train, held_out = _split(train, config)
+        train, held_out = hold_out_prompts(train, config)
         if held_out:
             notes.append(f"{len(held_out)} rows are held out, with all rows of their prompts")
     _check_labels(train, config, reading)
@@ -136,11 +137,24 @@ def _check_labels(train: Sequence[Preference], config: Config, reading: _Reading
         )
 
 
-def prompt_key(one: Preference) -> str:
+class _Asked(Protocol):
+    """A row with a prompt."""
+
+    @property
+    def prompt(self) -> Sequence[Turn]: ...
+
+    @property
+    def tools(self) -> Sequence[Any] | None: ...
+
+
+_One = TypeVar("_One", bound=_Asked)
+
+
+def prompt_key(one: _Asked) -> str:
     return json.dumps([one.prompt, one.tools], sort_keys=True, default=str)
 
 
-def _split(found: Sequence[Preference], config: Config) -> tuple[list[Preference], list[Preference]]:
+def hold_out_prompts(found: Sequence[_One], config: Config) -> tuple[list[_One], list[_One]]:
     """Hold out a fraction of the rows at random, whole prompts at a time."""
     keys = [prompt_key(one) for one in found]
     names, groups = np.unique(keys, return_inverse=True)

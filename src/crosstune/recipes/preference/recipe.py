@@ -375,6 +375,14 @@ def check_options(config: Config) -> list[UserError]:
     """Return a problem for each option that the recipe does not support."""
     problems = []
     loss = make_loss(config)
+    if not loss.settings.beta >= 1e-6:
+        problems.append(
+            UserError(
+                f"--beta {config.beta} is too low for --recipe preference.",
+                why="the loss would not depend on the preferences.",
+                do="use 0.1, or leave it unset",
+            )
+        )
     if config.packing and KTO in loss.weights:
         problems.append(
             UserError(

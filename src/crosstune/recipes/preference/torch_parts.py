@@ -34,13 +34,11 @@ class TorchFunctions:
     relu = staticmethod(torch.relu)
 
 
-class PreferenceLM(CausalLM):
-    """A language model with a loss over the log probabilities of whole answers."""
+class ReferenceLM(CausalLM):
+    """A language model that can turn into its reference: the model with its initial weights."""
 
-    def __init__(self, loss: PreferenceLoss) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.preference = loss
-        self.metric_names = self.eval_metric_names = metric_names(loss)
         self._reference: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def keep_reference(self, model: nn.Module, trained: Mapping[str, torch.nn.Parameter]) -> None:
@@ -55,6 +53,33 @@ class PreferenceLM(CausalLM):
         """Free the initial weights, when all log probabilities of the reference are known."""
         self._reference = []
 
+    @contextlib.contextmanager
+    def as_reference(self, model: Any) -> Iterator[None]:
+        """Turn the model into the reference in the `with` block, without gradients and dropout."""
+        assert self._reference, "the initial weights are kept"
+        with evaluating(model), torch.no_grad():
+            trained = [local_part(parameter.detach()).clone() for parameter, _ in self._reference]
+            self._put(model, [before for _, before in self._reference])
+            try:
+                yield
+            finally:
+                self._put(model, trained)
+
+    def _put(self, model: nn.Module, values: list[torch.Tensor]) -> None:
+        """Copy into this rank's part of the trained weights. The next pass gathers them again: FSDP2 keeps some between passes."""
+        free_gathered(model)
+        for (parameter, _), value in zip(self._reference, values, strict=True):
+            local_part(parameter).copy_(value)
+
+
+class PreferenceLM(ReferenceLM):
+    """A language model with a loss over the log probabilities of whole answers."""
+
+    def __init__(self, loss: PreferenceLoss) -> None:
+        super().__init__()
+        self.preference = loss
+        self.metric_names = self.eval_metric_names = metric_names(loss)
+
     def arrays(self, batch: PreferenceBatch) -> Mapping[str, Array]:  # type: ignore[override]
         return batch.arrays(super().arrays)
 
@@ -63,7 +88,7 @@ class PreferenceLM(CausalLM):
         reference = tensors.get("reference")
         kl = self._estimate_kl(model, tensors) if "labels" in tensors else None
         if reference is None and self.preference.needs_reference:
-            with self._as_reference(model):
+            with self.as_reference(model):
                 reference = self._log_probs(model, tensors)[0]
         log_probs, entropy = self._log_probs(model, tensors)
         if reference is None:
@@ -109,24 +134,6 @@ class PreferenceLM(CausalLM):
         found = self._log_probs(model, tensors, prefix=OTHER)[0]
         reference = tensors.get("other_reference")
         if reference is None:
-            with self._as_reference(model):
+            with self.as_reference(model):
                 reference = self._log_probs(model, tensors, prefix=OTHER)[0]
         return (found - reference).mean().clamp(min=0)
-
-    @contextlib.contextmanager
-    def _as_reference(self, model: Any) -> Iterator[None]:
-        """Turn the model into the reference in the `with` block, without gradients and dropout."""
-        assert self._reference, "the initial weights are kept"
-        with evaluating(model), torch.no_grad():
-            trained = [local_part(parameter.detach()).clone() for parameter, _ in self._reference]
-            self._put(model, [before for _, before in self._reference])
-            try:
-                yield
-            finally:
-                self._put(model, trained)
-
-    def _put(self, model: nn.Module, values: list[torch.Tensor]) -> None:
-        """Copy into this rank's part of the trained weights. The next pass gathers them again: FSDP2 keeps some between passes."""
-        free_gathered(model)
-        for (parameter, _), value in zip(self._reference, values, strict=True):
-            local_part(parameter).copy_(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ import torch
 
 from crosstune.core.events import check_known_metrics
 from crosstune.core.protocols import Metrics
+from crosstune.process.ranks import MAXIMUM, mean_metrics
 from crosstune.torch_engine.task import MetricSums
 
 if TYPE_CHECKING:
@@ -27,19 +27,20 @@ class MetricTotals:
     def add(self, sums: MetricSums) -> None:
         check_known_metrics(sums, self._sums)
         for name, (total, weight) in sums.items():
-            before = self._sums[name]
-            self._sums[name] = (before[0] + _detached(total), before[1] + _detached(weight))
+            before, found = self._sums[name], _detached(total)
+            added = _larger(before[0], found) if name.endswith(MAXIMUM) else before[0] + found
+            self._sums[name] = (added, before[1] + _detached(weight))
 
     def means(self, parallel: Parallel | None = None) -> Metrics:
         """Return the means across all ranks. All ranks have the same metrics."""
         numbers = _read([number for pair in self._sums.values() for number in pair])
-        if parallel is not None:
-            numbers = parallel.group.sum_numbers(*numbers)
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
-        return {
-            name: total / weight if weight else math.nan
-            for name, (total, weight) in zip(self._sums, pairs, strict=True)
-        }
+        return mean_metrics(list(self._sums), numbers, parallel.group if parallel is not None else None)
+
+
+def _larger(before: torch.Tensor | float, found: torch.Tensor | float) -> torch.Tensor | float:
+    if isinstance(found, torch.Tensor):
+        return torch.maximum(found, torch.as_tensor(before, dtype=found.dtype, device=found.device))
+    return max(float(before), found)
 
 
 def _read(numbers: Sequence[torch.Tensor | float]) -> list[float]:

@@ -148,12 +148,20 @@ class CausalLM:
 
         return options, select
 
-    def token_losses(self, model: nn.Module, given: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cross entropy of each supervised token, and its entropy without a gradient."""
+    def token_losses(
+        self, model: nn.Module, given: ModelInput, *, temperature: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cross entropy of each supervised token, and its entropy without a gradient, of the logits divided by the
+        temperature."""
         if self.decoder is not None and given.rows is not None:
-            return self.decoder.token_losses(fast_hidden(self.decoder, given), given.targets)
+            hidden = fast_hidden(self.decoder, given)  # the head of the fast layers is a matrix
+            return self.decoder.token_losses(
+                hidden / temperature if temperature != 1 else hidden, given.targets
+            )
         options, select = self._model_call(model, given)
-        return model_token_losses(model, options, select=select, targets=given.targets)
+        return model_token_losses(
+            model, options, select=select, targets=given.targets, temperature=temperature
+        )
 
     def check_packed(self, model: nn.Module, positions: torch.Tensor | None) -> None:
         """Raise if the model cannot train on packed rows; only those have positions."""

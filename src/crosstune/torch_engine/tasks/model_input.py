@@ -122,7 +122,8 @@ def added_mask(
     device = positions.device
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else next(model.parameters()).dtype
-    hidden = ~Documents(*positions.shape, positions, forks=forks).mask(window, device)
+    num_rows, length = positions.shape
+    hidden = ~Documents(num_rows, length, positions, forks=forks).mask(window, device)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, torch.finfo(dtype).min)
 
 

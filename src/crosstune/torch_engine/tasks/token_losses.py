@@ -54,8 +54,10 @@ def model_token_losses(
     *,
     select: Callable[[torch.Tensor], torch.Tensor],
     targets: torch.Tensor,
+    temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross entropy of each token of `targets`, and its entropy without a gradient, in fp32.
+    """Return the cross entropy of each token of `targets`, and its entropy without a gradient, in fp32, of the logits divided by
+    the temperature.
 
     `select` picks the rows of the targets from the head's input, rows x length x channels. In the model's forward pass, the
     head computes these losses instead of logits: it repeats the model's code around the head (scales, caps) for a chunk of
@@ -63,7 +65,7 @@ def model_token_losses(
     """
     head, body = model.get_output_embeddings(), model.base_model
     if head is None or body is model:
-        return _of_logits(select(model(**options).logits), targets)
+        return _of_logits(select(model(**options).logits).float() / temperature, targets)
     losses, entropies = list[torch.Tensor](), list[torch.Tensor]()
     kinds, project, width = list[Any](), head.forward, 0
 
@@ -80,6 +82,8 @@ def model_token_losses(
         nonlocal width
         logits = logits_of(part)
         width = logits.shape[-1]
+        if temperature != 1:
+            logits = logits.float() / temperature
         if number == len(entropies):  # not again in the backward pass
             entropies.append(_entropy(logits))
         return F.cross_entropy(logits.float(), wanted, reduction="none")
@@ -101,7 +105,7 @@ def model_token_losses(
     finally:
         handle.remove()
     if not losses:  # the model does not call its head as a module
-        return _of_logits(select(output), targets)
+        return _of_logits(select(output).float() / temperature, targets)
     # The losses depend on the model's output, so that hooks on it run before the head is computed again.
     return torch.cat(losses) + 0.0 * output.sum(), torch.cat(entropies)
 

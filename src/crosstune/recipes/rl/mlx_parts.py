@@ -1,0 +1,96 @@
+"""Reinforcement learning with MLX: the loss of generated answers, and their log probabilities before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from crosstune.core.protocols import Array
+from crosstune.mlx_engine.causal_loss import CausalLoss
+from crosstune.mlx_engine.task import Arrays, MetricSums
+from crosstune.recipes.preference.mlx_parts import ForkedLM, ReferenceLoss, detached
+from crosstune.recipes.rl.batch import RolloutBatch
+from crosstune.recipes.rl.losses import RlLoss, loss_and_metrics, metric_names
+
+
+class MlxFunctions:
+    exp = staticmethod(mx.exp)
+    minimum = staticmethod(mx.minimum)
+    abs = staticmethod(mx.abs)
+    clip = staticmethod(mx.clip)
+    detach = staticmethod(mx.stop_gradient)
+
+    @staticmethod
+    def sum_by(values: mx.array, numbers: mx.array, like: mx.array) -> mx.array:
+        return mx.zeros(like.shape, dtype=values.dtype).at[numbers].add(values)
+
+
+class RlLM(ForkedLM):
+    """A language model with a loss over the log probabilities of its own answers."""
+
+    def __init__(self, loss: RlLoss) -> None:
+        self.rl = loss
+        self.metric_names = metric_names(loss)
+
+    def prepare_loss(self, model: nn.Module) -> CausalLoss:
+        self.find_sharing(model)
+        self.prepared = AnswerTokensLoss(model, self.rl)
+        if not self.rl.beta:
+            self.prepared.forget_reference()
+        return self.prepared
+
+    def arrays(self, batch: Any) -> Mapping[str, Array]:
+        """Return the arrays of a micro-batch of answers, or of a batch of prompts."""
+        return batch.arrays(self.token_arrays) if isinstance(batch, RolloutBatch) else super().arrays(batch)
+
+    def token_log_probs(
+        self, session: Any, batches: Sequence[RolloutBatch], *, reference: bool
+    ) -> list[Array]:
+        """Return the log probabilities of the tokens of each batch, under the model or its reference."""
+        loss = self.prepared
+        assert isinstance(loss, AnswerTokensLoss)
+        found = session.map_batches(batches, loss.of_reference_tokens if reference else loss.of_tokens)
+        counts = [len(batch.of_tokens["sampler"]) for batch in batches]
+        return [vector[:count] for vector, count in zip(found, counts, strict=True)]
+
+
+class AnswerTokensLoss(ReferenceLoss):
+    """The loss of generated answers."""
+
+    def __init__(self, model: nn.Module, loss: RlLoss) -> None:
+        super().__init__(model)
+        self.rl = loss
+
+    def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
+        return self._loss(arrays, self.trained_weights())
+
+    def scaled(
+        self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
+    ) -> tuple[mx.array, MetricSums]:
+        total, metrics = self._loss(arrays, dict(weights))
+        return total * scale, metrics
+
+    def of_tokens(self, arrays: Arrays) -> mx.array:
+        return self._log_probs(arrays, self.trained_weights())
+
+    def of_reference_tokens(self, arrays: Arrays) -> mx.array:
+        return self.of_reference(arrays, self.trained_weights(), self._log_probs)
+
+    def _log_probs(self, arrays: Arrays, weights: dict[str, mx.array]) -> mx.array:
+        return self.token_log_probs(arrays, weights, temperature=self.rl.temperature)[0]
+
+    def _loss(self, arrays: Arrays, weights: dict[str, mx.array]) -> tuple[mx.array, MetricSums]:
+        log_probs, entropies = self.token_log_probs(arrays, weights, temperature=self.rl.temperature)
+        total, sums = loss_and_metrics(
+            self.rl,
+            MlxFunctions(),
+            arrays,
+            log_probs=log_probs,
+            entropies=entropies,
+            answers=arrays["answers"],
+            counted=arrays["counted"],
+        )
+        return total, detached(sums)

@@ -1,0 +1,205 @@
+"""Read the prompts of a configuration: training and held-out rows without leaks, with their other columns, tokenized."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError, shown
+from crosstune.core.rewards import ScoredAnswer
+from crosstune.data.read.columns import check_columns, parse_columns
+from crosstune.data.read.dataset_list import unweighted
+from crosstune.data.read.files import Row
+from crosstune.data.read.formats import SYSTEM_COLUMNS, Turn, as_messages, tools_of
+from crosstune.data.read.sources import Source, open_source, row_error, skipped_row
+from crosstune.data.render.rendering import encode_prompt
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.recipes.preference.open_pairs import hold_out_prompts, prompt_key
+
+ALIASES = ("question", "instruction", "problem", "query", "messages", "conversations")
+"""Other names of the column `prompt`, tried in this order."""
+TARGETS = ("prompt", "system", "tools")
+"""The columns that --columns may map to."""
+_SHAPE = "a row has a column prompt: text, or a list of messages; --columns maps another name, as in --columns task=prompt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt with the other columns of its row, which the rewards read."""
+
+    prompt: Sequence[Turn]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    is_text: bool = False
+    tools: Sequence[Any] | None = None
+    place: str = field(default="", compare=False)
+    """The file and line of the row."""
+    tokens: Sequence[int] = field(default=(), compare=False)
+
+    @property
+    def text(self) -> str:
+        if len(self.prompt) == 1:
+            return str(self.prompt[0]["content"])
+        return "\n".join(f"{turn['role']}: {turn['content']}" for turn in self.prompt)
+
+    def scored(self, answer: str) -> ScoredAnswer:
+        return ScoredAnswer(prompt=self.prompt, answer=answer, columns=self.columns, is_text=self.is_text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptData:
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    num_rows: int
+    num_too_long: int = 0
+    skipped: Sequence[str] = ()
+    """Rows that cannot be read, as JSON text: file, line and reason."""
+    notes: Sequence[str] = ()
+
+
+def read_prompt(row: Row, *, place: str = "") -> Prompt:
+    """Return the prompt of a row. Text becomes a message of the user; a conversation that ends with an answer loses it."""
+    name = next((each for each in ("prompt", *ALIASES) if row.get(each) is not None), None)
+    if name is None:
+        raise UserError(
+            "The row has no prompt.", why=f"its columns are {', '.join(map(str, row)) or 'none'}.", do=_SHAPE
+        )
+    value = row[name]
+    is_text = isinstance(value, str) and not value.lstrip().startswith("[{")
+    if is_text:
+        turns: list[Turn] = [{"role": "user", "content": value}] if value.strip() else []
+    elif isinstance(value, (str, list)):
+        turns = as_messages(value)
+        if turns[-1]["role"] == "assistant":
+            turns = turns[:-1]
+    else:
+        raise UserError(f"The prompt is {shown(value)}.", do=_SHAPE)
+    if not turns:
+        raise UserError("The prompt is empty.", do=_SHAPE)
+    system = next((row[each] for each in SYSTEM_COLUMNS if row.get(each)), None)
+    if isinstance(system, str) and system.strip() and turns[0]["role"] not in ("system", "developer"):
+        turns = [{"role": "system", "content": system}, *turns]
+    columns = {key: found for key, found in row.items() if key not in (name, "tools")}
+    return Prompt(prompt=turns, columns=columns, is_text=is_text, tools=tools_of(row), place=place)
+
+
+@dataclass(kw_only=True)
+class _Reading:
+    config: Config
+    num_rows: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+    def read(self, source: Source, *, limit: int) -> list[Prompt]:
+        """Return the prompts of a source, at most `limit` unless that is -1."""
+        columns = parse_columns(self.config.columns, targets=TARGETS)
+        check_columns([source], columns)
+        source = replace(source, skips_bad=self.config.skip_bad_rows)
+        if columns:
+            source = replace(source, columns=tuple(columns.items()))
+        found: list[Prompt] = []
+        for part, row, _ in source.rows():
+            if limit != -1 and len(found) >= limit:
+                break
+            self.num_rows += 1
+            try:
+                if row.error is not None:
+                    raise row.error
+                found.append(read_prompt(row.row, place=part.place(row.number)))
+            except UserError as error:
+                if not self.config.skip_bad_rows:
+                    raise (error if row.error is not None else row_error(error, part, row.number)) from error
+                self.skipped.append(skipped_row(error, part, row.number))
+        return found
+
+
+def read_prompts(config: Config) -> PromptData:
+    """Read the sources of --dataset and --eval_dataset; hold out a fraction of the prompts if there is no evaluation data."""
+    reading, train, held_out = _Reading(config=config), list[Prompt](), list[Prompt]()
+    evaluates = not config.skip_eval and config.eval_samples > 0
+    for entry in unweighted(config.dataset, option="dataset"):
+        source = open_source(entry.name)
+        train += reading.read(source, limit=config.dataset_samples)
+        if source.held_out and evaluates and not config.eval_dataset:
+            held_out += reading.read(source.own_held_out(), limit=config.eval_samples)
+    if config.eval_dataset and evaluates:
+        for entry in unweighted(config.eval_dataset, option="eval_dataset"):
+            source = open_source(entry.name, needs_training=False)
+            own = source.own_held_out() if source.held_out else source
+            held_out += reading.read(own, limit=config.eval_samples)
+    if not train:
+        raise UserError(
+            f"The dataset {config.dataset} has no prompt.",
+            why=f"of {reading.num_rows} rows, {len(reading.skipped)} cannot be read.",
+            do=_SHAPE,
+        )
+    notes = []
+    if evaluates and not held_out:
+        train, held_out = hold_out_prompts(train, config)
+        if held_out:
+            notes.append(f"{len(held_out)} rows are held out, with all rows of their prompts")
+    return PromptData(
+        train=train,
+        held_out=held_out[: config.eval_samples] if config.eval_fraction is None else held_out,
+        num_rows=reading.num_rows,
+        skipped=reading.skipped,
+        notes=notes,
+    )
+
+
+def tokenize(
+    data: PromptData, tokenizer: Tokenizer, *, config: Config, model_limit: int | None
+) -> PromptData:
+    """Tokenize the prompts. With its longest answer, a prompt must fit the context: others are an error, or are dropped with
+    --truncation drop."""
+    context = min(config.context_length, model_limit or config.context_length)
+    most = context - config.max_new_tokens
+    if most < 1:
+        raise UserError(
+            f"Answers of {config.max_new_tokens} tokens do not fit into a context of {context} tokens.",
+            do="lower --max_new_tokens"
+            + (
+                "" if context == model_limit else f", or raise --context_length above {config.max_new_tokens}"
+            ),
+        )
+
+    def encode(found: Sequence[Prompt]) -> list[Prompt]:
+        return [
+            replace(one, tokens=tuple(encode_prompt(list(one.prompt), tokenizer, tools=one.tools)))
+            for one in found
+        ]
+
+    train, held_out = encode(data.train), encode(data.held_out)
+    long = [one for one in (*train, *held_out) if len(one.tokens) > most]
+    if long and config.truncation != "drop":
+        longest = max(long, key=lambda one: len(one.tokens))
+        raise UserError(
+            f"{len(long)} of {len(train) + len(held_out)} prompts leave no room for an answer of {config.max_new_tokens} "
+            f"tokens in the context of {context}.",
+            why=f"the longest, {longest.place}, has {len(longest.tokens)} tokens, and a prompt cannot be cut.",
+            do="raise --context_length, lower --max_new_tokens, or leave them out with --truncation drop",
+        )
+    kept = [one for one in train if len(one.tokens) <= most]
+    if not kept:
+        raise UserError(
+            f"No prompt of {config.dataset} leaves room for an answer of {config.max_new_tokens} tokens in the context of "
+            f"{context}.",
+            do="raise --context_length, or lower --max_new_tokens",
+        )
+    return replace(
+        data,
+        train=kept,
+        held_out=[one for one in held_out if len(one.tokens) <= most],
+        num_too_long=len(long),
+    )
+
+
+def identity_of(prompts: Sequence[Prompt]) -> str:
+    """Return a hash of the prompts and of the columns that rewards read."""
+    sha = hashlib.sha256()
+    for one in prompts:
+        text = json.dumps([prompt_key(one), list(one.tokens), one.columns], sort_keys=True, default=str)
+        sha.update(f"{len(text)} {text}".encode())
+    return sha.hexdigest()

@@ -1,0 +1,433 @@
+"""Train on rewards of generated answers: the batches of a step, evaluation by rewards, and samples."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crosstune.config.load import cache_override
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError, raise_all
+from crosstune.core.events import Observer, Observers, Warned
+from crosstune.core.intervals import Z95
+from crosstune.core.protocols import (
+    Array,
+    Backward,
+    Batch,
+    DividesPrompts,
+    Evaluation,
+    Metrics,
+    Sample,
+    Session,
+    Task,
+)
+from crosstune.core.rewards import Rewards
+from crosstune.core.weights import averaged
+from crosstune.data.batches.row_order import RowOrder
+from crosstune.data.batches.token_batch import Example, TokenBatch, pad_rows
+from crosstune.data.read.in_memory import name_in_memory
+from crosstune.models.folder import longest_context
+from crosstune.recipes.rl.batch import Rollout, RolloutBatch, make_batch
+from crosstune.recipes.rl.losses import BY_TOKENS, Floats, RlLoss, advantages, log_ratios
+from crosstune.recipes.rl.read_prompts import Prompt, identity_of, read_prompts, tokenize
+from crosstune.recipes.rl.rewards.judged import FindJudge
+from crosstune.recipes.rl.rewards.open_rewards import open_rewards
+from crosstune.recipes.rl.rollouts import Generator, Rollouts, measure
+from crosstune.recipes.rl.verdicts import Verdicts
+from crosstune.recipes.sft import open_tokenizer, write_tokenizer
+
+_REWARDS = "rewards"
+"""The hash of the rewards among the carried arrays."""
+REFERENCES = ("answer", "solution", "reference", "ground_truth", "target")
+"""Columns that are shown next to the answers of an evaluation."""
+
+
+class RlRecipe:
+    """The prompts of one run, the answers to them, and their evaluation."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_folder: Path,
+        observer: Observer | None = None,
+        open_judge: FindJudge,
+    ) -> None:
+        self.config, self.observer, self.open_judge = config, observer or Observers(), open_judge
+        raise_all(check_options(config))
+        self.loss = RlLoss.from_config(config)
+        self.weight_name = weight_name(self.loss)
+        self.tokenizer = open_tokenizer(config, model_folder)
+        limit = longest_context(model_folder)
+        self.data = tokenize(read_prompts(config), self.tokenizer, config=config, model_limit=limit)
+        self.train, self.held_out = self.data.train, self.data.held_out
+        self._rewards: Rewards | None = None
+        self._rollouts: Rollouts | None = None
+        self._carried_rewards = ""
+
+    def configure(self, config: Config) -> None:
+        self.config = config
+        self.loss = RlLoss.from_config(config)
+
+    def task(self, engine: str) -> Task:
+        module = importlib.import_module(f"crosstune.recipes.rl.{engine}_parts")
+        task: Task = module.RlLM(self.loss)
+        return task
+
+    def prepare_session(
+        self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
+    ) -> None:
+        """Open the rewards: a plan or a data report needs none."""
+        self.observer = observer  # which also records events
+        if self._rewards is not None:
+            return
+        backend = session.plan.backend.name
+        found = open_rewards(self.config, backend=backend, observer=observer, open_judge=self.open_judge)
+        self._rewards = found
+        known = {column for prompt in self.train for column in prompt.columns}
+        if missing := [column for column in found.columns if column not in known]:
+            raise UserError(
+                f"A reward compares answers with the column {missing[0]}, which no row has.",
+                why=f"the rows have {', '.join(sorted(known)) or 'no column next to the prompt'}.",
+                do="correct the column in --reward, or add it to the data",
+            )
+        if not any(found.weights):
+            raise UserError(
+                "No reward has a weight, so there is nothing to learn.",
+                why=f"the rewards are {', '.join(found.names) or 'none'}.",
+                do="specify what a good answer is with --reward",
+            )
+
+    @property
+    def rewards(self) -> Rewards:
+        assert self._rewards is not None, "the session was prepared"
+        return self._rewards
+
+    def make_batches(self, session: Session, step: int, *, observer: Observer) -> Sequence[Batch]:
+        number = step // self.config.num_iterations
+        if self._rollouts is None or self._rollouts.number != number:
+            self._rollouts = self._generate(session, number)
+        return self._batches(self._rollouts)
+
+    def _generate(self, session: Any, number: int) -> Rollouts:
+        """Return the answers of a generation, with their log probabilities before the first step on them."""
+        config = self.config
+        found = self._generator(session).generate(
+            self.train,
+            [place for row in self._order().rows(number) for place in row],
+            number=number,
+            num=config.num_generations,
+            replacements=config.dynamic_sampling,
+        )
+        if config.num_iterations > 1 or self.loss.has_kl_reward:
+            found = self._with_log_probs(session, found, "old")
+        if self.loss.beta:
+            found = self._with_log_probs(session, found, "reference")
+        return found
+
+    def _with_log_probs(self, session: Any, rollouts: Rollouts, name: str) -> Rollouts:
+        """Return the answers with the log probabilities of their tokens: `old`, in the training pass, or of the `reference`."""
+        batches = self._plain_batches(rollouts.groups)
+        vectors = session.task.token_log_probs(session, batches, reference=name == "reference")
+        flat = np.concatenate(vectors)
+        if not np.isfinite(flat).all():
+            raise UserError(
+                "The log probabilities of the answers are not finite.",
+                why="the model overflows in this precision, or has weights that are not finite.",
+                do="use --precision fp32 or bf16, or a lower --lr",
+            )
+        start, groups = 0, list[list[Rollout]]()
+        for group in rollouts.groups:
+            groups.append([])
+            for rollout in group:
+                end = start + len(rollout.tokens)
+                found: dict[str, Any] = {name: flat[start:end]}
+                groups[-1].append(replace(rollout, **found))
+                start = end
+        return replace(rollouts, groups=groups)
+
+    def _plain_batches(self, groups: Sequence[Sequence[Rollout]]) -> list[RolloutBatch]:
+        size = self.config.batch_size
+        return [self._batch(groups[start : start + size]) for start in range(0, len(groups), size)]
+
+    def _batch(
+        self, groups: Sequence[Sequence[Rollout]], given: Sequence[float] | None = None
+    ) -> RolloutBatch:
+        return make_batch(
+            groups,
+            [self.train[group[0].prompt].tokens for group in groups],
+            loss=self.loss,
+            pad_id=self.tokenizer.pad_id,
+            advantages=given,
+            masks_cut=self.config.mask_truncated,
+            shares_prompts=self.config.share_prompts,
+        )
+
+    def _batches(self, rollouts: Rollouts) -> list[RolloutBatch]:
+        """Return the micro-batches of a step on these answers."""
+        rewards, groups, size = (
+            rollouts.rewards(self.rewards.weights),
+            rollouts.groups,
+            self.config.batch_size,
+        )
+        if self.loss.has_kl_reward:
+            rewards = rewards - self.loss.beta * self._log_ratios(rollouts).reshape(rewards.shape)
+        given = advantages(rewards, name=self.loss.name, scale=self.loss.scale)
+        batches = [
+            self._batch(groups[start : start + size], given[start : start + size].reshape(-1).tolist())
+            for start in range(0, len(groups), size)
+        ]
+        if not sum(batch.weight for batch in batches):  # every answer is cut and left out
+            batches[0] = replace(batches[0], weight=1)
+        return batches
+
+    def _log_ratios(self, rollouts: Rollouts) -> Floats:
+        """Return the log ratio of each answer to the reference, 0 if it is left out of the loss."""
+        flat = [rollout for group in rollouts.groups for rollout in group]
+        kept = np.array([one.stopped or not self.config.mask_truncated for one in flat])
+        return kept * log_ratios([one.old for one in flat], [one.reference for one in flat])
+
+    def _generator(self, session: Any) -> Generator:
+        assert isinstance(session, DividesPrompts), "a session of a language model generates"
+        config = self.config
+        return Generator(
+            session=session,
+            tokenizer=self.tokenizer,
+            rewards=self.rewards,
+            seed=config.seed,
+            temperature=config.temperature,
+            max_new_tokens=config.max_new_tokens,
+        )
+
+    def batch_metrics(self, step: int) -> Metrics:
+        assert self._rollouts is not None
+        found = measure(self._rollouts, self.rewards.names, self.rewards.weights)
+        if self.loss.has_kl_reward:
+            found["kl"] = float(self._log_ratios(self._rollouts).mean())
+        is_new = step % self.config.num_iterations == 0
+        return found | {name: seconds if is_new else 0.0 for name, seconds in self._rollouts.seconds.items()}
+
+    def carried_state(self) -> Mapping[str, Array]:
+        """Return the hash of the rewards, and the answers if there are further steps on them."""
+        state: dict[str, Array] = {}
+        if self._rewards is not None:
+            state[_REWARDS] = np.frombuffer(self._rewards.identity().encode(), np.uint8)
+        if self._rollouts is not None and self.config.num_iterations > 1:
+            state |= self._rollouts.to_arrays()
+        return state
+
+    def carry_on(self, state: Mapping[str, Array], *, step: int) -> None:
+        if _REWARDS in state and bytes(state[_REWARDS]).decode(errors="replace") != self.rewards.identity():
+            message = (
+                "the rewards are not those of the checkpoint: the run continues with the rewards given now"
+            )
+            self.observer.on_event(Warned(message=message, step=step))
+        if "generation" in state and step % self.config.num_iterations:
+            found = Rollouts.from_arrays(state)
+            fits = found.scores.shape[1:] == (self.config.num_generations, len(self.rewards.names))
+            self._rollouts = found if fits and found.number == step // self.config.num_iterations else None
+
+    def micro_batches(self, step: int) -> list[TokenBatch]:
+        """Return the prompts of a step as text to predict, to compare a model before and after a move."""
+        size = self.config.batch_size
+        places = self.rows(step)
+        examples = [
+            Example(
+                tokens=np.array(self.train[place].tokens, dtype=np.int32),
+                supervised=np.arange(len(self.train[place].tokens)) > 0,
+                index=place,
+            )
+            for place in places
+        ]
+        pad_id = self.tokenizer.pad_id
+        return [
+            pad_rows(examples[start : start + size], pad_id=pad_id) for start in range(0, len(examples), size)
+        ]
+
+    def _order(self) -> RowOrder:
+        """Return the order of the prompts, a step for each generation."""
+        order = RowOrder.from_config(self.config, num_examples=len(self.train))
+        steps = self.config.max_steps
+        return replace(order, max_steps=-1 if steps == -1 else -(-steps // self.config.num_iterations))
+
+    def num_steps(self) -> int:
+        steps = self._order().num_steps() * self.config.num_iterations
+        return steps if self.config.max_steps == -1 else min(steps, self.config.max_steps)
+
+    def rows(self, step: int) -> list[int]:
+        return [place for row in self._order().rows(step // self.config.num_iterations) for place in row]
+
+    def order(self) -> Mapping[str, Any]:
+        config = self.config
+        return {
+            **self._order().identity(),
+            "num_generations": config.num_generations,
+            "num_iterations": config.num_iterations,
+        }
+
+    def position(self, step: int) -> Mapping[str, Any]:
+        following = self.rows(step) if step < self.num_steps() else []
+        return self._order().position(-(-step // self.config.num_iterations)) | {"next_examples": following}
+
+    def identity(self) -> str:
+        return identity_of(self.train)
+
+    def eval_identity(self) -> str | None:
+        return identity_of(self.held_out) if self.held_out and not self.config.skip_eval else None
+
+    def skipped_rows(self) -> Sequence[str]:
+        return self.data.skipped
+
+    def longest_row(self) -> int:
+        """Return the tokens of the longest prompt with all of its answers at their maximum length."""
+        return self._longest_prompt + self.config.num_generations * self.config.max_new_tokens
+
+    @cached_property
+    def _longest_prompt(self) -> int:
+        return max(len(one.tokens) for one in self.train)
+
+    def num_rows(self) -> int:
+        return len(self.train)
+
+    def longest_target(self) -> int:
+        return self.config.num_generations * self.config.max_new_tokens
+
+    def tokens_per_row(self) -> float:
+        mean = float(np.mean([len(one.tokens) for one in self.train]))
+        return mean + self.longest_target()
+
+    def longest_batch(self, size: int) -> RolloutBatch:
+        longest = np.argsort([-len(one.tokens) for one in self.train], kind="stable")
+        num, count = self.config.num_generations, self.config.max_new_tokens
+        zeros = np.zeros(count, dtype=np.float32)
+        values: dict[str, Any] = {"old": zeros} if self.config.num_iterations > 1 else {}
+        values |= {"reference": zeros} if self.loss.has_kl_term else {}
+        made = Rollout(
+            prompt=0, tokens=[self.tokenizer.pad_id] * count, sampler=zeros, stopped=True, **values
+        )
+        return self._batch([[replace(made, prompt=int(place))] * num for place in np.resize(longest, size)])
+
+    def describe(self) -> Mapping[str, Any]:
+        """Return the data report for the screen, plan.json and the HTML page."""
+        lengths, config, data = [len(one.tokens) for one in self.train], self.config, self.data
+        columns = sorted({name for one in self.train[:1000] for name in one.columns})
+        warnings = []
+        if data.num_too_long:
+            warnings.append(f"{data.num_too_long} prompts are left out: they leave no room for an answer")
+        if not self.held_out and not config.skip_eval and config.eval_samples:
+            warnings.append(
+                "nothing is evaluated: the data is too small to hold out prompts; pass --eval_dataset"
+            )
+        described = {
+            "dataset": name_in_memory(config.dataset, cache=cache_override()),
+            "format": " with ".join(["prompts", *([", ".join(columns)] if columns else [])]),
+            "identity": self.identity(),
+            "context_length": config.context_length,
+            "num_steps": self.num_steps(),
+            "train": {
+                "examples": len(self.train), "tokens": sum(lengths), "supervised_tokens": 0, "longest": max(lengths),
+                "rows": data.num_rows, "bad_rows": len(data.skipped), "dropped_examples": data.num_too_long,
+            },
+            **({"eval": {"examples": len(self.held_out)}} if self.held_out else {}),
+        }  # fmt: skip
+        return described | {k: v for k, v in (("notes", list(data.notes)), ("warnings", warnings)) if v}
+
+    def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
+        """Return the rewards of one answer to each held-out prompt, always with the same random numbers."""
+        if not self.held_out:
+            return Evaluation(metrics={})
+        with averaged(session):
+            generator = self._generator(session)
+            groups = generator.answer(self.held_out, num=1, key="evaluation")
+            scores = generator.score(self.held_out, groups)
+        found = Rollouts(number=0, groups=groups, scores=scores)
+        names, count = self.rewards.names, len(groups)
+        metrics = measure(found, names, self.rewards.weights)
+        del metrics["frac_reward_zero_std"]
+        intervals = {}
+        for mean, deviation in (
+            ("reward", "reward_std"),
+            *((f"rewards/{name}/mean", f"rewards/{name}/std") for name in names),
+        ):
+            half = Z95 * metrics[deviation] / math.sqrt(count)
+            if math.isfinite(metrics[mean]) and count > 1:
+                intervals[mean] = (metrics[mean] - half, metrics[mean] + half)
+        rewards = found.rewards(self.rewards.weights)
+        samples = [
+            Sample(
+                prompt=prompt.text,
+                answer=generator.text(group[0]).strip(),
+                reference=_reference(prompt),
+                score=float(reward[0]) if math.isfinite(reward[0]) else None,
+            )
+            for prompt, group, reward in zip(self.held_out, groups, rewards, strict=True)
+        ]
+        return Evaluation(
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            samples=samples[: self.config.num_samples],
+            intervals=intervals,
+        )
+
+    @cached_property
+    def _verdicts(self) -> Verdicts:
+        return Verdicts(
+            names=self.rewards.names,
+            sampler_bound=self.config.sampler_bound,
+            max_new_tokens=self.config.max_new_tokens,
+        )
+
+    def judge_step(self, step: int, result: Backward) -> Mapping[str, str]:
+        return self._verdicts.observe_step(result.metrics)
+
+    def judge_evaluation(self, evaluations: Mapping[int, Metrics]) -> Mapping[str, str]:
+        return self._verdicts.observe_evaluation(evaluations, num=len(self.held_out))
+
+    def complete_result(self, folder: Path) -> None:
+        write_tokenizer(self.config, self.tokenizer, folder)
+
+
+def weight_name(loss: RlLoss) -> str:
+    """Return the unit of the weight of a micro-batch."""
+    return (
+        "answer_tokens" if loss.name in BY_TOKENS else "micro_batches" if loss.name == "bnpo" else "answers"
+    )
+
+
+def _reference(prompt: Prompt) -> str:
+    return next(
+        (str(prompt.columns[name]) for name in REFERENCES if prompt.columns.get(name) is not None), ""
+    )
+
+
+def check_options(config: Config) -> list[UserError]:
+    """Return a problem for each option that the recipe does not support."""
+    problems = []
+    if config.num_generations < 2:
+        problems.append(
+            UserError(
+                "--num_generations 1 cannot be used.",
+                why="an answer is compared with the other answers to its prompt.",
+                do="use 2 or more; 8 is usual",
+            )
+        )
+    if config.rl_loss == "reinforce" and config.num_iterations > 1:
+        problems.append(
+            UserError(
+                "--num_iterations does not work with --rl_loss reinforce.",
+                why="it has no probability ratio, so its second step on the same answers would be wrong.",
+                do="use --rl_loss grpo, or one step",
+            )
+        )
+    for name in ("packing", "train_on_prompt"):
+        if getattr(config, name):
+            problems.append(
+                UserError(f"--{name} does not work with --recipe rl.", why="its rows are generated answers.")
+            )
+    return problems

@@ -1,0 +1,243 @@
+"""Generate the answers of a step with the current weights, score them, and keep them for further steps and checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.core.protocols import Array, DividesPrompts
+from crosstune.core.rewards import Rewards, weighted_sum
+from crosstune.core.sampling import Sampling
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.recipes.rl.batch import Rollout
+from crosstune.recipes.rl.losses import deviation
+from crosstune.recipes.rl.read_prompts import Prompt
+
+Scores = NDArray[np.float64]
+_PROMPT_KEY = 2**35
+"""Separates the random stream of replacing prompts from other streams with the same seed."""
+_ANSWERS_PER_PROMPT = 2**20
+"""More than the answers to one prompt in a step."""
+_OPTIONAL = ("old", "reference")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """The answers of one generation, with their scores."""
+
+    number: int
+    """The number of the generation, counted from 0."""
+    groups: Sequence[Sequence[Rollout]]
+    """The answers to each prompt."""
+    scores: Scores
+    """Prompts x answers x rewards; nan for an answer without a score."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    equal_share: float = 0.0
+    """The fraction of the first groups whose answers all have the same reward."""
+
+    def rewards(self, weights: Sequence[float]) -> Scores:
+        """Return the reward of each answer, a row for each prompt."""
+        shape = self.scores.shape
+        return weighted_sum(self.scores.reshape(-1, shape[2]), weights).reshape(shape[:2])
+
+    def to_arrays(self) -> dict[str, Array]:
+        flat = [rollout for group in self.groups for rollout in group]
+        arrays: dict[str, Array] = {
+            "generation": np.array([self.number, self.scores.shape[1]], dtype=np.int64),
+            "prompts": np.array([rollout.prompt for rollout in flat], dtype=np.int64),
+            "lengths": np.array([len(rollout.tokens) for rollout in flat], dtype=np.int64),
+            "stopped": np.array([rollout.stopped for rollout in flat], dtype=np.uint8),
+            "tokens": np.concatenate([np.array(rollout.tokens, dtype=np.int32) for rollout in flat]),
+            "scores": self.scores,
+        }
+        for name in ("sampler", *_OPTIONAL):
+            values = [getattr(rollout, name) for rollout in flat]
+            if values[0] is not None:
+                arrays[name] = np.concatenate(values).astype(np.float32)
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Array]) -> Rollouts:
+        number, size = (int(value) for value in arrays["generation"])
+        ends = np.cumsum(arrays["lengths"])[:-1]
+        pieces = {
+            name: np.split(arrays[name], ends) for name in ("tokens", "sampler", *_OPTIONAL) if name in arrays
+        }
+        flat = [
+            Rollout(
+                prompt=int(prompt),
+                stopped=bool(stopped),
+                tokens=pieces["tokens"][place].tolist(),
+                sampler=pieces["sampler"][place],
+                **{name: pieces[name][place] for name in _OPTIONAL if name in pieces},
+            )
+            for place, (prompt, stopped) in enumerate(zip(arrays["prompts"], arrays["stopped"], strict=True))
+        ]
+        groups = [flat[start : start + size] for start in range(0, len(flat), size)]
+        return cls(number=number, groups=groups, scores=np.asarray(arrays["scores"], dtype=np.float64))
+
+
+@dataclass(kw_only=True)
+class Generator:
+    """Generates and scores answers to the prompts of a run, with random numbers from its seed."""
+
+    session: DividesPrompts
+    tokenizer: Tokenizer
+    rewards: Rewards
+    seed: int
+    temperature: float
+    max_new_tokens: int
+    generate_s: float = 0.0
+    reward_s: float = 0.0
+
+    def answer(self, prompts: Sequence[Prompt], *, num: int, key: str) -> list[list[Rollout]]:
+        """Return `num` answers to each prompt; `prompt` in them is its index here. The processes share the distinct prompts.
+
+        An answer depends on the weights, its prompt, its number among the answers to equal prompts, the seed and `key`.
+        """
+        started = time.perf_counter()
+        places: dict[tuple[int, ...], list[int]] = {}
+        for place, prompt in enumerate(prompts):
+            places.setdefault(tuple(prompt.tokens), []).append(place)
+        distinct = list(places)
+        own = self.session.own_prompts(len(distinct))
+        answers = iter(
+            self.session.sample(
+                [distinct[index] for index in own for _ in range(num * len(places[distinct[index]]))],
+                max_new_tokens=self.max_new_tokens,
+                stop_ids=sorted(self.tokenizer.stop_ids),
+                sampling=Sampling(temperature=self.temperature, seed=self._seed(key)),
+            )
+        )
+        vectors: dict[int, Array] = {}
+        for index in own:
+            for number in range(num * len(places[distinct[index]])):
+                answer = next(answers)
+                # Token ids are whole numbers in float32.
+                vectors[index * _ANSWERS_PER_PROMPT + number] = np.array(
+                    [answer.stopped, *answer.tokens, *answer.log_probs], dtype=np.float32
+                )
+        found = iter(self.session.gather_vectors(vectors))
+        groups: dict[int, list[Rollout]] = {}
+        for prompt_tokens in distinct:
+            for place in places[prompt_tokens]:
+                groups[place] = [_rollout(place, next(found)) for _ in range(num)]
+        self.generate_s += time.perf_counter() - started
+        return [groups[place] for place in range(len(prompts))]
+
+    def score(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Rollout]]) -> Scores:
+        """Return prompts x answers x rewards, rounded to float32. The processes share the prompts."""
+        started = time.perf_counter()
+        own = self.session.own_share(len(prompts))
+        asked = [prompts[place].scored(self.text(rollout)) for place in own for rollout in groups[place]]
+        size, num_rewards = len(groups[0]), len(self.rewards.names)
+        scores = (
+            np.asarray(self.rewards.score(asked), dtype=np.float32) if asked else np.zeros((0, num_rewards))
+        )
+        rows = scores.reshape(len(own), size * num_rewards)
+        found = self.session.gather_vectors(dict(zip(own, rows, strict=True)))
+        self.reward_s += time.perf_counter() - started
+        return np.stack(found).reshape(len(prompts), size, num_rewards).astype(np.float64)
+
+    def text(self, rollout: Rollout) -> str:
+        """Return the decoded answer without its stop token."""
+        tokens = rollout.tokens[:-1] if rollout.stopped else rollout.tokens
+        return self.tokenizer.decode(list(tokens))
+
+    def generate(
+        self, prompts: Sequence[Prompt], places: Sequence[int], *, number: int, num: int, replacements: int
+    ) -> Rollouts:
+        """Return scored answers to the prompts at these places. Groups whose answers have equal rewards are replaced by answers to
+        other prompts, up to `replacements` times."""
+        self.generate_s = self.reward_s = 0.0
+        chosen = list(places)
+        groups = self._answer_places(prompts, chosen, num=num, key=f"step {number}")
+        scores = self.score([prompts[place] for place in chosen], groups)
+        equal = self.without_spread(scores)
+        first_share = float(equal.mean())
+        order = np.random.Generator(np.random.Philox(key=(self.seed, _PROMPT_KEY + number))).permutation(
+            len(prompts)
+        )
+        waiting = [int(place) for place in order if place not in set(chosen)]
+        for attempt in range(replacements):
+            wanted = np.flatnonzero(equal)[: len(waiting)]
+            if not len(wanted):
+                break
+            others, waiting = waiting[: len(wanted)], waiting[len(wanted) :]
+            added = self._answer_places(prompts, others, num=num, key=f"step {number} attempt {attempt}")
+            new_scores = self.score([prompts[place] for place in others], added)
+            for at, place, group, row in zip(wanted, others, added, new_scores, strict=True):
+                if not self.without_spread(row[None])[0]:
+                    chosen[at], groups[at], scores[at] = place, group, row
+            equal = self.without_spread(scores)
+        return Rollouts(
+            number=number,
+            groups=groups,
+            scores=scores,
+            seconds={"time/generate_s": self.generate_s, "time/reward_s": self.reward_s},
+            equal_share=first_share,
+        )
+
+    def without_spread(self, scores: Scores) -> NDArray[np.bool_]:
+        """Return True for each group whose answers all have the same reward, or none."""
+        found = weighted_sum(scores.reshape(-1, scores.shape[2]), self.rewards.weights)
+        return np.isclose(deviation(found.reshape(scores.shape[:2])), 0)
+
+    def _answer_places(
+        self, prompts: Sequence[Prompt], places: Sequence[int], *, num: int, key: str
+    ) -> list[list[Rollout]]:
+        groups = self.answer([prompts[place] for place in places], num=num, key=key)
+        return [
+            [replace(rollout, prompt=place) for rollout in group]
+            for place, group in zip(places, groups, strict=True)
+        ]
+
+    def _seed(self, key: str) -> int:
+        digest = hashlib.sha256(f"{self.seed} {key}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _rollout(place: int, vector: Array) -> Rollout:
+    count = (len(vector) - 1) // 2
+    return Rollout(
+        prompt=place,
+        stopped=bool(vector[0]),
+        tokens=vector[1 : 1 + count].astype(np.int64).tolist(),
+        sampler=vector[1 + count :].astype(np.float32),
+    )
+
+
+def measure(rollouts: Rollouts, names: Sequence[str], weights: Sequence[float]) -> dict[str, float]:
+    """Return the metrics of answers, under TRL's names."""
+    rewards = rollouts.rewards(weights).reshape(1, -1)
+    flat = [rollout for group in rollouts.groups for rollout in group]
+    lengths = np.array([len(rollout.tokens) for rollout in flat])
+    stopped = np.array([rollout.stopped for rollout in flat])
+    found = {
+        "reward": nan_mean(rewards),
+        "reward_std": float(deviation(rewards)[0]),
+        "frac_reward_zero_std": rollouts.equal_share,
+        "completions/mean_length": float(lengths.mean()),
+        "completions/max_length": float(lengths.max()),
+        "completions/mean_terminated_length": nan_mean(np.where(stopped, lengths, np.nan)),
+        "completions/clipped_ratio": float(1 - stopped.mean()),
+    }
+    for place, name in enumerate(names):
+        scores = rollouts.scores[:, :, place].reshape(1, -1)
+        found |= {
+            f"rewards/{name}/mean": nan_mean(scores),
+            f"rewards/{name}/std": float(deviation(scores)[0]),
+            f"rewards/{name}/failed": float(np.isnan(scores).mean()),
+        }
+    return found
+
+
+def nan_mean(values: NDArray[np.float64]) -> float:
+    """Return the mean of the values that are numbers; nan if there are none."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if known.size else float("nan")
