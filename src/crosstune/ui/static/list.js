@@ -1,5 +1,6 @@
 // The list of runs, and the jobs.
-import { ask, badge, bytes, copyable, doing, duration, every, figure, get, h, link, post, toast } from "./dom.js";
+import { badge, bytes, copyable, doing, duration, errorBox, every, figure, get, h, link, post, toast } from "./dom.js";
+import { showReport } from "./run.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const sparkline = (values) => {
@@ -116,13 +117,11 @@ export const showList = async (place, { parts, signal }) => {
   const path = `/api/runs${group ? `?in=${encodeURIComponent(group)}` : ""}`;
   const read = async () => {
     shown = await get(path);
-    if (!signal.aborted) draw(shown);
+    if (signal.aborted) return;
+    draw(shown);
+    if (group) await showReport(report, `/api/page?run=${encodeURIComponent(group)}`).catch((error) => report.replaceChildren(errorBox(error)));
   };
   await read();
-  if (group) {
-    const { showReport } = await import("./run.js");
-    await showReport(report, `/api/page?run=${encodeURIComponent(group)}`).catch(() => {}); // a sweep has none
-  }
   every(2500, signal, read);
 };
 

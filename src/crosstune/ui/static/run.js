@@ -54,7 +54,7 @@ export const showRun = async (place, { parts, signal }) => {
   const jump = h("nav", { class: "jump", "aria-label": "Sections" });
   const checkpoints = h("section", { id: "checkpoints" });
   place.append(
-    h("div", { class: "head" }, h("div", {}, h("p", { class: "crumbs" }, h("a", { href: "#/" }, "Runs"), ` / ${parts.slice(0, -1).map((part) => `${part} / `).join("")}`),
+    h("div", { class: "head" }, h("div", {}, h("p", { class: "crumbs" }, h("a", { href: "#/" }, "Runs"), " / ", parts.length > 1 ? [h("a", { href: link("group", parts[0]) }, parts[0]), " / "] : null),
       h("h1", {}, parts.at(-1), " ", status)), buttons),
     word, live, jump,
     h("section", { id: "charts" }, h("div", { class: "chart-head" }, h("h2", {}, "Charts"), smoothingSelect((value) => { state.smoothing = value; drawCharts(); })), noCharts, charts, sampled),
