@@ -75,6 +75,7 @@ export const makeChart = (data, { onzoom } = {}) => {
         y: isLog ? { distr: 3 } : { range: (u, low, high) => {
           if (low === null) return [0, 1];
           const floor = data.from_zero || (low > 0 && low < high / 2) ? Math.min(0, low) : low;
+          if (floor === 0 && high === 0) return [0, 1];
           const pad = (high - floor || Math.abs(high) || 1) * 0.06;
           return [floor === 0 ? 0 : floor - pad, high + pad];
         } },

@@ -126,7 +126,7 @@ export const showList = async (place, { parts, signal }) => {
 };
 
 export const showJobs = async (place, { signal }) => {
-  const rows = h("div", { class: "jobs" });
+  const rows = h("div", { class: "job-list" });
   place.append(h("div", { class: "head" }, h("h1", {}, "Jobs")), h("p", { class: "quiet" },
     "Commands started here. They are ordinary processes: they go on when this page or its server ends."), rows);
   const made = new Map();
