@@ -76,7 +76,7 @@ export const showList = async (place, { parts, signal }) => {
   place.append(h("div", { class: "head" },
     h("h1", {}, group || "Runs", " ", count),
     h("div", { class: "tools" }, search, compare, chat, h("a", { class: "button primary", href: "#/new" }, "New run"))),
-  empty, groups, report, table);
+  empty, groups, report, group ? h("h2", {}, "Runs") : "", table);
 
   let shown = null;
   const draw = (found) => {
@@ -127,7 +127,7 @@ export const showList = async (place, { parts, signal }) => {
 
 export const showJobs = async (place, { signal }) => {
   const rows = h("div", { class: "job-list" });
-  place.append(h("div", { class: "head" }, h("h1", {}, "Jobs")), h("p", { class: "quiet" },
+  place.append(h("div", { class: "head" }, h("h1", {}, "Jobs")), h("p", { class: "quiet about-jobs" },
     "Commands started here. They are ordinary processes: they go on when this page or its server ends."), rows);
   const made = new Map();
   const draw = ({ jobs }) => {

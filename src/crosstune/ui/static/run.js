@@ -74,7 +74,7 @@ export const showRun = async (place, { parts, signal }) => {
     sampled.hidden = !found.sampled;
   };
   const drawReport = async () => {
-    const titles = await showReport(sections, `/api/page?${own}`, { without: ["charts"] });
+    const titles = await showReport(sections, `/api/page?${own}`, { without: ["charts", about.status === "running" && "next"] });
     const names = [["charts", "Charts"], ...titles, ...(about.checkpoints.length ? [["checkpoints", "Checkpoints"]] : [])];
     jump.replaceChildren(...names.map(([id, title]) => h("button", { type: "button", onclick: () => document.getElementById(id)?.scrollIntoView() }, title)));
   };
