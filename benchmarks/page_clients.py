@@ -39,7 +39,9 @@ def main() -> None:
         command = [sys.executable, "-m", "crosstune"]
         train = "train --model_name tiny-random --max_steps 1000000 --skip_eval --name r --backend cpu --num_epochs 100000"
         words = [*command, *train.split(), "--output_dir", str(runs)]
-        training = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        training = subprocess.Popen(
+            words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         stack.callback(training.kill)
         rows = runs / "r" / "metrics.jsonl"
         while not rows.exists() or rows.stat().st_size < 20_000:
@@ -55,7 +57,9 @@ def main() -> None:
     _report(own, measured)
 
 
-async def _alternate(own: argparse.Namespace, port: int, token: str, server: int, training: int, rows: Path) -> list[dict[str, float]]:
+async def _alternate(
+    own: argparse.Namespace, port: int, token: str, server: int, training: int, rows: Path
+) -> list[dict[str, float]]:
     measured = []
     for phase in range(2 * own.phases):
         pages = own.pages if phase % 2 else 0
@@ -79,9 +83,16 @@ async def _alternate(own: argparse.Namespace, port: int, token: str, server: int
 
 
 def _state(server: int, training: int, rows: Path) -> dict[str, float]:
-    cpu = {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in (("server", server), ("training", training))}
+    cpu = {
+        name: sum(psutil.Process(pid).cpu_times()[:2])
+        for name, pid in (("server", server), ("training", training))
+    }
     found = [json.loads(line) for line in rows.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    return cpu | {"time": time.monotonic(), "tokens": float(sum(row["tokens"] for row in found)), "steps": float(len(found))}
+    return cpu | {
+        "time": time.monotonic(),
+        "tokens": float(sum(row["tokens"] for row in found)),
+        "steps": float(len(found)),
+    }
 
 
 async def _page(port: int, token: str, received: list[int]) -> None:

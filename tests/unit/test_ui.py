@@ -290,7 +290,12 @@ def test_folders_with_runs_of_their_own_are_groups(tmp_path: Path) -> None:
     sweep = tmp_path / "search"
     (sweep / "trials").mkdir(parents=True)
     trial = {"name": "trial-000", "status": "finished", "value": 0.5, "params": {"lr": 0.1}, "step": 40}
-    found = {"metric": "eval_loss", "over": {"lr": {"low": 0.1, "high": 0.2}}, "trials": [trial], "best": "trial-000"}
+    found = {
+        "metric": "eval_loss",
+        "over": {"lr": {"low": 0.1, "high": 0.2}},
+        "trials": [trial],
+        "best": "trial-000",
+    }
     (sweep / "sweep.json").write_text(json.dumps(found))
     make_run(sweep / "trials" / "trial-000")
     (tmp_path / "empty").mkdir()

@@ -80,7 +80,9 @@ def check_same_request(folder: Path, request: Mapping[str, Any], *, kind: str) -
             )
         if (folder / "trials").is_dir():
             remove_folder(folder / "trials")
-    elif folder.is_dir() and any(path.name[0] != "." for path in folder.iterdir()):  # a kill may leave hidden files
+    elif folder.is_dir() and any(
+        path.name[0] != "." for path in folder.iterdir()
+    ):  # a kill may leave hidden files
         raise UserError(f"{folder} exists and is not a {kind}.", do="use a different --name")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, dict(request))
