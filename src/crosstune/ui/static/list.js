@@ -88,16 +88,12 @@ export const showList = async (place, { parts, signal }) => {
     kept.forEach((run, index) => {
       const before = rows.get(run.name);
       const key = JSON.stringify([run, run.status === "running" ? 0 : age(run.changed)]);
-      let row = before?.row;
-      if (!before || before.key !== key) {
-        row = makeRow(run, { chosen, onchoose });
-        if (before && before.row.contains(document.activeElement)) {
-          const focused = document.activeElement.matches("a") ? "a" : "input";
-          before.row.replaceWith(row);
-          row.querySelector(focused).focus();
-        } else before?.row.replaceWith(row);
-        rows.set(run.name, { row, key });
+      const row = before?.row ?? makeRow(run, { chosen, onchoose });
+      if (before && before.key !== key) {
+        const cells = [...makeRow(run, { chosen, onchoose }).children];
+        [...row.children].forEach((cell, at) => { if (at > 1 && cell.outerHTML !== cells[at].outerHTML) cell.replaceWith(cells[at]); });
       }
+      rows.set(run.name, { row, key });
       if (body.children[index] !== row) body.insertBefore(row, body.children[index] ?? null);
     });
     while (body.children.length > kept.length) body.lastChild.remove();
