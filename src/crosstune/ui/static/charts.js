@@ -5,7 +5,7 @@ import { figure, h } from "./dom.js";
 const probe = h("i", { hidden: true });
 document.body.append(probe);
 const colour = (name) => { probe.style.color = `var(${name})`; return getComputedStyle(probe).color; };
-const widthOf = (texts) => 16 + 7 * Math.max(...texts.map((text) => String(text ?? "").length), 3);
+const widthOf = (texts) => 22 + 7 * Math.max(...texts.map((text) => String(text ?? "").length), 3);
 const NAMES = ["", "--blue", "--orange", "--teal", "--violet", "--pink", "--olive", "--quiet"];
 const FEW_POINTS = 12;
 const STEPS = [...Array(12).keys()].flatMap((power) => [1, 2, 5].map((size) => size * 10 ** power));

@@ -88,7 +88,7 @@ export const showRun = async (place, { parts, signal }) => {
     const share = about.num_steps ? Math.min(1, about.steps / about.num_steps) : 0;
     live.hidden = !running;
     if (running) {
-      const facts = [["step", about.num_steps ? `${about.steps} of ${about.num_steps}` : about.steps], ["left", about.eta_s === null ? "…" : duration(about.eta_s)],
+      const facts = [["step", [about.steps ?? 0, ...(about.num_steps ? [about.num_steps] : [])].map((each) => each.toLocaleString("en")).join(" of ")], ["left", about.eta_s === null ? "…" : duration(about.eta_s)],
         ["loss", figure(about.loss)], ["speed", about.tokens_per_s ? `${figure(about.tokens_per_s, 3)} tok/s` : "–"]];
       const [bar = h("progress", { max: 1, "aria-label": "Progress" }), list = h("dl", { class: "facts" })] = live.children;
       if (!live.children.length) live.append(bar, list);
