@@ -95,7 +95,9 @@ class Browser:
         assert self.run("return document.documentElement.scrollWidth <= innerWidth"), name
         if SHOTS:
             self.num_shots += 1
-            self.driver.save_screenshot(str(Path(SHOTS) / f"{self.run('return innerWidth')}-{self.num_shots:02}-{name}.png"))
+            self.driver.save_screenshot(
+                str(Path(SHOTS) / f"{self.run('return innerWidth')}-{self.num_shots:02}-{name}.png")
+            )
 
     def check_quiet(self) -> None:
         """Check that no script failed and that the policy refused nothing. A lost server is logged by the network."""
