@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -125,3 +126,12 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def render_page(folder: Path) -> Page:
     return Page(write_report(folder).read_text(encoding="utf-8"))
+
+
+def damaged(value: Any, source: random.Random) -> Any:
+    """The value with a few of its parts replaced by values of another type."""
+    if source.random() < 0.06:
+        return source.choice([None, True, -1, 1e308, 10**30, "x", [], [[1]], {}, {"a": {"b": 1}}])
+    if isinstance(value, dict):
+        return {key: damaged(each, source) for key, each in value.items()}
+    return [damaged(each, source) for each in value] if isinstance(value, list) else value

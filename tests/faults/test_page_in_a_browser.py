@@ -95,7 +95,9 @@ class Browser:
         assert self.run("return document.documentElement.scrollWidth <= innerWidth"), name
         if SHOTS:
             self.num_shots += 1
-            self.driver.save_screenshot(str(Path(SHOTS) / f"{self.num_shots:02}-{name}.png"))
+            self.driver.save_screenshot(
+                str(Path(SHOTS) / f"{self.run('return innerWidth')}-{self.num_shots:02}-{name}.png")
+            )
 
     def check_quiet(self) -> None:
         """Check that no script failed and that the policy refused nothing. A lost server is logged by the network."""
@@ -176,9 +178,10 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_every_journey_and_every_kill(browser: Browser, folder: Path) -> None:
+@pytest.mark.parametrize("width", [1400, 390])
+def test_every_journey_and_every_kill(browser: Browser, folder: Path, width: int) -> None:
+    browser.size(width)
     with page(folder) as (server, url, port):
-        browser.size(1280)
         browser.driver.get(url)
         browser.until("document.querySelector('.empty h2')?.textContent === 'No runs yet.'")
         assert "token" not in browser.run("return location.href")
@@ -202,7 +205,7 @@ def test_every_journey_and_every_kill(browser: Browser, folder: Path) -> None:
         assert "--lr 5e-3" in browser.run("return document.getElementById('command').textContent")
         browser.press("Preview the data")
         browser.until("document.querySelector('.preview pre mark')?.textContent.includes('action')")
-        browser.shot("form")
+        browser.shot("form-plan-data")
 
         # It runs, its curve moves, and a refresh in the middle loses nothing.
         browser.press("Start")
@@ -250,19 +253,18 @@ def test_every_journey_and_every_kill(browser: Browser, folder: Path) -> None:
             range(1, len(rows(folder / "first")) + 1)
         )
 
-        # A short second run from a copy of the first, at the width of a phone.
-        browser.size(390)
+        # A short second run from a copy of the first.
         browser.press("Copy as new")
         browser.until("document.getElementById('option-model_name')?.value === 'tiny-random'")
         browser.fill(max_steps="12", name="second")
         browser.until("document.getElementById('command')?.textContent.includes('--max_steps 12')")
-        browser.shot("form-narrow")
+        browser.shot("form")
         browser.press("Start")
         browser.until("location.hash === '#/run/second'")
         browser.status("finished")
         browser.until("document.querySelectorAll('.uplot').length > 3")
         browser.until("document.querySelector('#verdict')")
-        browser.shot("run-narrow")
+        browser.shot("run")
 
         # It trains longer.
         browser.press("Extend")
@@ -276,15 +278,14 @@ def test_every_journey_and_every_kill(browser: Browser, folder: Path) -> None:
         # Both are compared, from the list.
         browser.go("#/")
         browser.until("document.querySelectorAll('.runs tbody tr').length === 2")
-        browser.shot("list-narrow")
+        browser.shot("list")
         browser.run("document.querySelectorAll('.runs input[type=checkbox]').forEach((each) => each.click())")
         browser.press("Compare 2")
         browser.until("document.querySelectorAll('.uplot').length > 1")
         browser.until("document.querySelector('#options')?.textContent.includes('max_steps')")
-        browser.shot("compare-narrow")
+        browser.shot("compare")
 
         # Both the run and its base answer, streamed, in one window.
-        browser.size(1280)
         browser.go("#/chat/second")
         browser.until("document.getElementById('second-model')?.value === 'tiny-random'")
         browser.press("Load")

@@ -1,19 +1,24 @@
-"""Failed trials of a sweep are named, and tried again."""
+"""A killed sweep ends as one that was not; failed trials are named, and tried again."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from injection.pacing import disturbed
 
 from crosstune.core.errors import UserError
+from crosstune.files.atomic_files import staging_path
+from crosstune.runs.trials import check_same_request, log_of, wait_until_free
 from crosstune.sweep.run import RESTARTS, Sweep
 from crosstune.sweep.space import read_space
 
@@ -44,6 +49,60 @@ def finish(process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
     for trial in found["trials"]:
         del trial["seconds"]
     return found
+
+
+@pytest.mark.slow
+def test_a_sweep_killed_at_random_moments_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    (whole := tmp_path / "whole").mkdir()
+    (killed := tmp_path / "killed").mkdir()
+    words = ["--over", "lr=1e-4..1e-1:log", "--over", "lora_rank=4,8,16", "--trials", "12"]
+    began = time.monotonic()
+    expected = finish(start(whole, *words), whole)
+    took_s = time.monotonic() - began
+    for with_trial in (False, True, False):
+        process = start(killed, *words)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(random.uniform(0.02, 0.25) * took_s)
+        trials = psutil.Process(process.pid).children()
+        process.kill()
+        process.wait()
+        for trial in trials if with_trial else []:  # otherwise it still runs when the sweep continues
+            trial.kill()
+    assert finish(start(killed, *words), killed) == expected
+    assert len(expected["trials"]) == 12
+
+
+ORPHAN = """
+import sys, time
+from pathlib import Path
+from crosstune.runs.trials import TrialProcess
+trial = TrialProcess(Path(sys.argv[1]), {"model_name": "tiny-random", "max_steps": 100000})
+print(trial._process.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_trial_left_by_a_killed_sweep_is_waited_for_before_it_has_its_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "trials" / "trial-000"
+    with subprocess.Popen([sys.executable, "-c", ORPHAN, str(folder)], stdout=subprocess.PIPE) as sweep:
+        assert sweep.stdout is not None
+        trial = psutil.Process(int(sweep.stdout.readline()))
+        sweep.kill()
+    assert trial.is_running()
+    assert not folder.exists()
+    wait_until_free(folder, limit_s=60.0, should_stop=lambda: False)
+    assert not trial.is_running() or trial.status() == psutil.STATUS_ZOMBIE
+    assert log_of(folder).exists()
+
+
+def test_a_kill_before_the_request_is_written_does_not_spoil_the_name(tmp_path: Path) -> None:
+    (folder := tmp_path / "s").mkdir()
+    staging_path(folder / "request.json").write_text('{"opt')
+    check_same_request(folder, {"options": {}}, kind="sweep")
+    (other := tmp_path / "other").mkdir()
+    (other / "notes.txt").touch()
+    with pytest.raises(UserError, match="is not a sweep"):
+        check_same_request(other, {"options": {}}, kind="sweep")
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +179,29 @@ def test_mlx_lm(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found.options == expected
     assert found.added["backend"] == "mlx" and "train_on_prompt" not in found.added
+
+
+HUB_DATA = "hf_dataset: {path: org/data, prompt_feature: question, completion_feature: completion"
+
+
+@pytest.mark.parametrize(("more", "options"), [
+    ("}", {"dataset": "org/data", "columns": "question=prompt"}),
+    (", train_split: train, valid_split: validation}", {"dataset": "org/data", "columns": "question=prompt"}),
+    (", train_split: 'train[:10%]'}", None), (", config: {name: small}}", None), (", valid_split: dev}", None),
+])  # fmt: skip
+def test_hub_data_of_mlx_lm(tmp_path: Path, more: str, options: dict[str, Any] | None) -> None:
+    found = import_file(write(tmp_path, "m.yaml", MLX.replace("data: chats.jsonl", HUB_DATA + more)))
+    assert [note.key for note in found.missing] == ([] if options else ["hf_dataset"])
+    assert options is None or options.items() <= found.options.items()
+
+
+def test_every_option_of_the_parser_of_mlx_lm_is_known() -> None:
+    if (spec := importlib.util.find_spec("mlx_lm")) is None or not spec.submodule_search_locations:
+        pytest.skip("an extra: pip install 'crosstune[mlx]'")
+    text = Path(spec.submodule_search_locations[0], "lora.py").read_text(encoding="utf-8")
+    names = {name.replace("-", "_") for name in re.findall(r'"--([\w-]+)"', text)}
+    assert len(names) > 20
+    assert names <= TOOLS["mlx-lm"].rules.keys()
 
 
 def test_last_layers_of_mlx_lm_follow_from_the_size_of_the_model(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from report_runs import (
     HOSTILE,
     SUMMARY,
     Page,
+    damaged,
     evaluation,
     make_run,
     render_page,
@@ -155,15 +156,6 @@ def test_the_advised_export_supports_the_model(
     summary = {"generates": True, "result": str(folder / "adapter")}
     commands = [step.command for step in use_result(summary, folder, options={})]
     assert commands[-1].endswith(advised)
-
-
-def damaged(value: Any, source: random.Random) -> Any:
-    """The value with a few of its parts replaced by values of another type."""
-    if source.random() < 0.06:
-        return source.choice([None, True, -1, 1e308, 10**30, "x", [], [[1]], {}, {"a": {"b": 1}}])
-    if isinstance(value, dict):
-        return {key: damaged(each, source) for key, each in value.items()}
-    return [damaged(each, source) for each in value] if isinstance(value, list) else value
 
 
 def judge_files() -> Iterator[tuple[str, Any]]:

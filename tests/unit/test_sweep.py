@@ -6,10 +6,12 @@ import dataclasses
 import importlib.util
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report_runs import damaged
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
@@ -200,7 +202,7 @@ def test_the_record_is_read_again_and_a_damaged_one_is_named(tmp_path: Path) -> 
         sweep.trials, key=lambda trial: trial.value or 0
     )
     whole = (tmp_path / "sweep.json").read_text()
-    for damaged in (
+    for text in (
         whole[:-20],
         "{}",
         '{"trials": 3}',
@@ -209,7 +211,7 @@ def test_the_record_is_read_again_and_a_damaged_one_is_named(tmp_path: Path) -> 
         whole.replace('"known"', '"unknown"'),
     ):
         with pytest.raises(UserError, match="damaged") as refused:
-            opened(tmp_path, damaged)
+            opened(tmp_path, text)
         assert "--overwrite" in refused.value.do
 
 
@@ -269,3 +271,22 @@ def test_the_page_shows_every_trial_and_trusts_no_text(tmp_path: Path) -> None:
     assert sweep.best is not None and f"{sweep.best.name} has the lowest eval_loss of 6 trials" in page
     found["trials"][0] |= {"value": "<i>", "params": {"lr": [[]], "lora_rank": None}, "evaluations": None}
     assert "<i>" not in render_sweep(found, name="s", command="c")
+
+
+def test_a_damaged_record_never_stops_the_page(tmp_path: Path) -> None:
+    sweep = opened(tmp_path)
+    sweep.trials = ended([], until=6)
+    for trial in sweep.trials:
+        trial.evaluations = {"4": 3.0, "8": 2.5}
+    found = json.loads(json.dumps(sweep.to_json()))
+    for seed in range(60):
+        source = random.Random(seed)
+        broken = {key: damaged(value, source) for key, value in found.items()}
+        assert "</html>" in render_sweep(broken, name="s", command="")
+    odd = {"x": 1.0, "9" * 400: 2.0, "-1": 0.0, "4": 1.0}
+    for each in (
+        {"trials": [5, {"evaluations": odd, "params": [1]}]},
+        {},
+        {"over": {}, "trials": [{"value": 1}]},
+    ):
+        assert "</html>" in render_sweep(each, name="s", command="")

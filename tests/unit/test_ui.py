@@ -288,14 +288,27 @@ def test_events_continue_after_a_restart_of_the_server(tmp_path: Path) -> None:
 
 def test_folders_with_runs_of_their_own_are_groups(tmp_path: Path) -> None:
     sweep = tmp_path / "search"
-    sweep.mkdir()
-    (sweep / "sweep.json").write_text("{}")
-    make_run(sweep / "trial-1")
+    (sweep / "trials").mkdir(parents=True)
+    trial = {"name": "trial-000", "status": "finished", "value": 0.5, "params": {"lr": 0.1}, "step": 40}
+    found = {
+        "metric": "eval_loss",
+        "over": {"lr": {"low": 0.1, "high": 0.2}},
+        "trials": [trial],
+        "best": "trial-000",
+    }
+    (sweep / "sweep.json").write_text(json.dumps(found))
+    make_run(sweep / "trials" / "trial-000")
     (tmp_path / "empty").mkdir()
     with serving(tmp_path) as served:
         assert served.get("/api/runs")["groups"] == [{"name": "search", "kind": "sweep", "runs": 1}]
-        assert [run["name"] for run in served.get("/api/runs?in=search")["runs"]] == ["search/trial-1"]
-        assert served.get("/api/run?run=search/trial-1")["status"] == "finished"
+        name = "search/trials/trial-000"
+        assert [run["name"] for run in served.get("/api/runs?in=search")["runs"]] == [name]
+        assert served.get(f"/api/run?run={name}")["status"] == "finished"
+        assert "trial-000 has the lowest eval_loss" in (page := served.get("/api/page?run=search"))
+        assert "best.yaml" not in page, "it is written at the end"
+        (sweep / "best.yaml").write_text("lr: 0.1\n")
+        (sweep / "sweep.json").write_text(json.dumps(found | {"goal": "max"}))
+        assert "best.yaml" in served.get("/api/page?run=search")
 
 
 def test_the_form_has_every_option_and_explains_wrong_values(served: Served, runs: Path) -> None:

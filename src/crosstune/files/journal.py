@@ -92,7 +92,7 @@ class Journal:
                 do="choose a different output",
             ) from error
         try:
-            _lock(file)
+            lock_file(file)
         except BlockingIOError:
             file.close()
             raise UserError(
@@ -159,7 +159,7 @@ def file_stamps(*paths: Path | None) -> list[list[Any]]:
     return stamps
 
 
-def _lock(file: BinaryIO) -> None:
+def lock_file(file: BinaryIO) -> None:
     """Lock a file until it is closed or the process exits; raise BlockingIOError if another process holds it."""
     if os.name == "nt":
         return

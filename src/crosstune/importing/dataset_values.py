@@ -21,6 +21,8 @@ from crosstune.importing.values import (
 
 _PARTS = ("name", "subset", "data_dir", "fraction", "shards", "columns")
 """Keys of a dataset that select a part of it."""
+_MLX_COLUMNS = {"prompt_feature": "prompt", "completion_feature": "completion", "chat_feature": "messages",
+                "text_feature": "text"}  # fmt: skip
 
 
 def held_out(value: Any, given: Mapping[str, Any]) -> Found:
@@ -218,9 +220,17 @@ def _dataset_info(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Path]:
 
 
 def mlx_hub_data(value: Any, given: Mapping[str, Any]) -> Found:
-    if isinstance(value, Mapping) and isinstance(value.get("path"), str):
-        return {"dataset": value["path"]}
-    return Missing("use --dataset HUB_ID")
+    if not isinstance(value, Mapping) or not isinstance(value.get("path"), str):
+        return Missing("use --dataset HUB_ID")
+    theirs = {key: item for key, item in value.items() if not is_off(item)}
+    columns = {str(theirs.pop(key)): ours for key, ours in _MLX_COLUMNS.items() if key in theirs}
+    whole = theirs.pop("train_split", "train") == "train"
+    held_out = theirs.pop("valid_split", "validation") in ("validation", "valid", "test")
+    theirs.pop("test_split", None)
+    if theirs.keys() - {"path", "name"} or not (whole and held_out):
+        return Missing("--dataset reads the training split; save the part as a file and pass --dataset FILE")
+    renamed = [f"{name}={ours}" for name, ours in columns.items() if name != ours]
+    return {"dataset": value["path"], **({"columns": ",".join(renamed)} if renamed else {})}
 
 
 def tune_dataset(option: str) -> Convert:

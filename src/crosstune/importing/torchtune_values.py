@@ -44,6 +44,8 @@ def mlx_schedule(value: Any, given: Mapping[str, Any]) -> Found:
         "step_decay",
     ):
         return Missing(f"use --lr_scheduler {', '.join(SCHEDULES)}")
+    if not is_off(value.get("warmup_init")):
+        return Missing("the warm-up of crosstune begins at 0: remove warmup_init")
     arguments = value.get("arguments") or []
     found: dict[str, Any] = {"warmup_steps": int(value.get("warmup") or 0)}
     if value["name"] == "cosine_decay" and arguments:

@@ -98,7 +98,7 @@ def _height(value: Any, axis: Mapping[str, Any]) -> float:
 
 def _path(values: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the SVG path of a trial from axis to axis, in thousandths."""
-    step = 1000 / (len(axes) - 1)
+    step = 1000 / max(1, len(axes) - 1)
     heights = [_height(values.get(option), axis) for option, axis in axes.items()]
     points = [f"{place * step:.1f} {1000 - 1000 * height:.1f}" for place, height in enumerate(heights)]
     return "M" + "L".join(points)
@@ -108,7 +108,8 @@ def _curves(metric: str, trials: Sequence[Mapping[str, Any]], *, best: Any) -> C
     """Return the evaluations of the best trials over their steps."""
     series = list[Series]()
     for trial in trials[:MOST_CURVES]:
-        found = {float(step): number(value) for step, value in mapping(trial.get("evaluations")).items()}
+        rows = mapping(trial.get("evaluations"))
+        found = {float(at): number(value) for at, value in rows.items() if at.isdecimal() and len(at) < 16}
         if (step := number(trial.get("step"))) is not None:
             found[step] = number(trial.get("value"))
         points: list[Point] = sorted(found.items())

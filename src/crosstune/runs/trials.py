@@ -20,6 +20,7 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.distributed.attempts import signal_name
 from crosstune.files.atomic_files import remove_folder, write_text
+from crosstune.files.journal import lock_file
 from crosstune.files.json_files import read_object, write_json
 from crosstune.files.run_lock import is_held
 from crosstune.runs.check_request import RequestCheck, check_plan
@@ -79,7 +80,9 @@ def check_same_request(folder: Path, request: Mapping[str, Any], *, kind: str) -
             )
         if (folder / "trials").is_dir():
             remove_folder(folder / "trials")
-    elif folder.is_dir() and any(folder.iterdir()):
+    elif folder.is_dir() and any(
+        path.name[0] != "." for path in folder.iterdir()
+    ):  # a kill may leave hidden files
         raise UserError(f"{folder} exists and is not a {kind}.", do="use a different --name")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, dict(request))
@@ -98,6 +101,8 @@ class TrialProcess:
         self.log.unlink(missing_ok=True)
         words = [str(os.getpid()), "train", "--config", str(file)]
         with self.log.open("wb") as out:
+            # The process inherits the lock with the file: it is held from its first moment to its end, without this one too.
+            lock_file(out)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", FOLLOWING, *words],
                 stdin=subprocess.DEVNULL,
@@ -136,12 +141,24 @@ def log_of(folder: Path) -> Path:
 
 
 def wait_until_free(folder: Path, *, limit_s: float, should_stop: Callable[[], bool]) -> None:
-    """Wait for a trial whose parent was killed, and which still writes into its folder."""
+    """Wait for a trial whose parent was killed: it may still write into its folder, or be about to take its lock."""
     ends_at = time.monotonic() + limit_s
-    while is_held(folder) and time.monotonic() < ends_at:
+    while (is_held(folder) or _is_written(log_of(folder))) and time.monotonic() < ends_at:
         if should_stop():
             raise KeyboardInterrupt
         time.sleep(0.1)
+
+
+def _is_written(log: Path) -> bool:
+    """Return True if the process of an earlier trial has this output open."""
+    try:
+        with log.open("rb") as file:
+            lock_file(file)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
 
 
 def why_ended(code: int, log: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import statistics
 import threading
 import time
@@ -34,13 +35,13 @@ from crosstune.report.ladder_page import LADDER_FILE, render_ladder
 from crosstune.report.layout import chart_data
 from crosstune.report.page import render
 from crosstune.report.run_list import read_listed
+from crosstune.report.sweep_page import SWEEP_FILE, render_sweep
 
 T = TypeVar("T")
 MOST_BYTES = 1 << 20
 """A larger metrics.jsonl is sampled; a closer look reads all of its steps again."""
 NUM_BUCKETS = 400
 """A curve has at most three points for each."""
-SWEEP_FILE = "sweep.json"
 _GROUP_FILES = {SWEEP_FILE: "sweep", LADDER_FILE: "ladder"}
 _SPARK_POINTS = 32
 _MOST_NEW_BYTES = 1 << 20
@@ -112,13 +113,11 @@ class Runs:
         return self._keep_while_it_trains(("run", name), folder, make)
 
     def page(self, name: str) -> str:
-        """Return the report of a run without its curves, or the page of a ladder."""
+        """Return the report of a run without its curves, or the page of a ladder or a sweep."""
         folder = self.find(name)
-        if group_kind(folder) == "ladder":
-            found = read_object(folder / LADDER_FILE)
-            return render_ladder(
-                found, name=folder.name, command=f"crosstune train --config {folder / 'train.yaml'}"
-            )
+        if kind := group_kind(folder):
+            file = folder / (LADDER_FILE if kind == "ladder" else SWEEP_FILE)
+            return self._keep(("page", name), _stamp(file), lambda: _render_group(file, kind))
         place, run = self.load(name)
         return self._keep(("page", name), (place, id(run)), lambda: render(run, draws=False), of=[name])
 
@@ -233,6 +232,14 @@ def group_kind(folder: Path) -> str:
     return next((kind for name, kind in _GROUP_FILES.items() if any(_stamp(folder / name))), "")
 
 
+def _render_group(file: Path, kind: str) -> str:
+    """Return the page of a ladder or a sweep, with the command that uses what it found."""
+    found, name = read_object(file), file.parent.name
+    options = file.with_name("train.yaml" if kind == "ladder" else "best.yaml")
+    command = f"crosstune train --config {shlex.quote(str(options))}" if options.is_file() else ""
+    return (render_ladder if kind == "ladder" else render_sweep)(found, name=name, command=command)
+
+
 def position_of(folder: Path) -> str:
     """Return the position after the last byte of a run: a resume replaces metrics.jsonl by another file."""
     metrics, events = (_stamp(folder / name) for name in ("metrics.jsonl", "events.jsonl"))
@@ -266,8 +273,8 @@ def _closer(run: RunFiles, steps: tuple[float, float]) -> RunFiles:
 
 
 def _members(group: Path) -> list[Path]:
-    """Return the folders in a group; a ladder has its runs one level below."""
-    return _folders(group / "trials" if group_kind(group) == "ladder" else group)
+    """Return the folders in a folder; a ladder and a sweep have their runs one level below."""
+    return _folders(group / "trials" if group_kind(group) else group)
 
 
 def _folders(parent: Path) -> list[Path]:

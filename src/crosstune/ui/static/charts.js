@@ -5,7 +5,7 @@ import { figure, h } from "./dom.js";
 const probe = h("i", { hidden: true });
 document.body.append(probe);
 const colour = (name) => { probe.style.color = `var(${name})`; return getComputedStyle(probe).color; };
-const widthOf = (texts) => 16 + 7 * Math.max(...texts.map((text) => String(text ?? "").length), 3);
+const widthOf = (texts) => 22 + 7 * Math.max(...texts.map((text) => String(text ?? "").length), 3);
 const NAMES = ["", "--blue", "--orange", "--teal", "--violet", "--pink", "--olive", "--quiet"];
 const FEW_POINTS = 12;
 const STEPS = [...Array(12).keys()].flatMap((power) => [1, 2, 5].map((size) => size * 10 ** power));
@@ -75,6 +75,7 @@ export const makeChart = (data, { onzoom } = {}) => {
         y: isLog ? { distr: 3 } : { range: (u, low, high) => {
           if (low === null) return [0, 1];
           const floor = data.from_zero || (low > 0 && low < high / 2) ? Math.min(0, low) : low;
+          if (floor === 0 && high === 0) return [0, 1];
           const pad = (high - floor || Math.abs(high) || 1) * 0.06;
           return [floor === 0 ? 0 : floor - pad, high + pad];
         } },

@@ -77,7 +77,10 @@ export const doing = (work) => async (event) => {
   button.disabled = true;
   try { await work(event); } catch (error) {
     if (error.name !== "AbortError") toast(explain(error), { bad: true });
-  } finally { button.disabled = false; }
+  } finally {
+    button.disabled = false;
+    if (document.activeElement === document.body) button.focus(); // a disabled button lost it
+  }
 };
 
 // Call `work` now and again after every wait, while the page is visible and the view is shown.

@@ -68,19 +68,19 @@ export const showForm = async (place, { parts, signal }) => {
     const make = (option) => field(option, { values, changed, models });
     if (words.length) {
       const found = options.filter((option) => words.every((word) => `${option.name} ${option.text} ${option.group}`.toLowerCase().replaceAll("_", " ").includes(word.replaceAll("_", " "))));
-      fields.replaceChildren(found.length ? h("div", { class: "group" }, found.map(make)) : h("p", { class: "quiet" }, "No option matches. Search for a part of a name or of its description."));
+      fields.replaceChildren(found.length ? h("div", { class: "options" }, found.map(make)) : h("p", { class: "quiet" }, "No option matches. Search for a part of a name or of its description."));
       return;
     }
     const isFirst = (option) => option.first > 0 || option.first_of.includes(recipe);
     const first = fits.filter(isFirst).sort((a, b) => (a.first || 99) - (b.first || 99));
     const groups = [...new Set(fits.map((option) => option.group))];
     const open = new Set([...fields.querySelectorAll("details[open]")].map((each) => each.dataset.group));
-    fields.replaceChildren(h("div", { class: "group" }, first.map(make)), ...groups.map((group) => {
+    fields.replaceChildren(h("div", { class: "options" }, first.map(make)), ...groups.map((group) => {
       const rest = fits.filter((option) => option.group === group && !isFirst(option));
-      const box = h("div", { class: "group" });
+      const box = h("div", { class: "options" });
       const numSet = rest.filter((option) => option.name in values).length;
       const fill = () => { if (!box.children.length) box.append(...rest.map(make)); };
-      const details = h("details", { "data-group": group, open: open.has(group) || numSet > 0, ontoggle: fill }, h("summary", {}, group, " ", h("small", {}, `${rest.length} options${numSet ? `, ${numSet} set` : ""}`)), box);
+      const details = h("details", { "data-group": group, open: open.has(group) || numSet > 0, ontoggle: fill }, h("summary", {}, group, " ", h("small", {}, `${rest.length} ${rest.length === 1 ? "option" : "options"}${numSet ? `, ${numSet} set` : ""}`)), box);
       return rest.length ? details : "";
     }));
   };

@@ -1,5 +1,6 @@
 // The list of runs, and the jobs.
-import { ask, badge, bytes, copyable, doing, duration, every, figure, get, h, link, post, toast } from "./dom.js";
+import { badge, bytes, copyable, doing, duration, errorBox, every, figure, get, h, link, post, toast } from "./dom.js";
+import { showReport } from "./run.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const sparkline = (values) => {
@@ -75,7 +76,7 @@ export const showList = async (place, { parts, signal }) => {
   place.append(h("div", { class: "head" },
     h("h1", {}, group || "Runs", " ", count),
     h("div", { class: "tools" }, search, compare, chat, h("a", { class: "button primary", href: "#/new" }, "New run"))),
-  empty, groups, report, table);
+  empty, groups, report, group ? h("h2", {}, "Runs") : "", table);
 
   let shown = null;
   const draw = (found) => {
@@ -87,16 +88,12 @@ export const showList = async (place, { parts, signal }) => {
     kept.forEach((run, index) => {
       const before = rows.get(run.name);
       const key = JSON.stringify([run, run.status === "running" ? 0 : age(run.changed)]);
-      let row = before?.row;
-      if (!before || before.key !== key) {
-        row = makeRow(run, { chosen, onchoose });
-        if (before && before.row.contains(document.activeElement)) {
-          const focused = document.activeElement.matches("a") ? "a" : "input";
-          before.row.replaceWith(row);
-          row.querySelector(focused).focus();
-        } else before?.row.replaceWith(row);
-        rows.set(run.name, { row, key });
+      const row = before?.row ?? makeRow(run, { chosen, onchoose });
+      if (before && before.key !== key) {
+        const cells = [...makeRow(run, { chosen, onchoose }).children];
+        [...row.children].forEach((cell, at) => { if (at > 1 && cell.outerHTML !== cells[at].outerHTML) cell.replaceWith(cells[at]); });
       }
+      rows.set(run.name, { row, key });
       if (body.children[index] !== row) body.insertBefore(row, body.children[index] ?? null);
     });
     while (body.children.length > kept.length) body.lastChild.remove();
@@ -116,19 +113,17 @@ export const showList = async (place, { parts, signal }) => {
   const path = `/api/runs${group ? `?in=${encodeURIComponent(group)}` : ""}`;
   const read = async () => {
     shown = await get(path);
-    if (!signal.aborted) draw(shown);
+    if (signal.aborted) return;
+    draw(shown);
+    if (group) await showReport(report, `/api/page?run=${encodeURIComponent(group)}`).catch((error) => report.replaceChildren(errorBox(error)));
   };
   await read();
-  if (group) {
-    const { showReport } = await import("./run.js");
-    await showReport(report, `/api/page?run=${encodeURIComponent(group)}`).catch(() => {}); // a sweep has none
-  }
   every(2500, signal, read);
 };
 
 export const showJobs = async (place, { signal }) => {
-  const rows = h("div", { class: "jobs" });
-  place.append(h("div", { class: "head" }, h("h1", {}, "Jobs")), h("p", { class: "quiet" },
+  const rows = h("div", { class: "job-list" });
+  place.append(h("div", { class: "head" }, h("h1", {}, "Jobs")), h("p", { class: "quiet about-jobs" },
     "Commands started here. They are ordinary processes: they go on when this page or its server ends."), rows);
   const made = new Map();
   const draw = ({ jobs }) => {

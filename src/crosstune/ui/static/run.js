@@ -54,7 +54,7 @@ export const showRun = async (place, { parts, signal }) => {
   const jump = h("nav", { class: "jump", "aria-label": "Sections" });
   const checkpoints = h("section", { id: "checkpoints" });
   place.append(
-    h("div", { class: "head" }, h("div", {}, h("p", { class: "crumbs" }, h("a", { href: "#/" }, "Runs"), ` / ${parts.slice(0, -1).map((part) => `${part} / `).join("")}`),
+    h("div", { class: "head" }, h("div", {}, h("p", { class: "crumbs" }, h("a", { href: "#/" }, "Runs"), " / ", parts.length > 1 ? [h("a", { href: link("group", parts[0]) }, parts[0]), " / "] : null),
       h("h1", {}, parts.at(-1), " ", status)), buttons),
     word, live, jump,
     h("section", { id: "charts" }, h("div", { class: "chart-head" }, h("h2", {}, "Charts"), smoothingSelect((value) => { state.smoothing = value; drawCharts(); })), noCharts, charts, sampled),
@@ -74,7 +74,7 @@ export const showRun = async (place, { parts, signal }) => {
     sampled.hidden = !found.sampled;
   };
   const drawReport = async () => {
-    const titles = await showReport(sections, `/api/page?${own}`, { without: ["charts"] });
+    const titles = await showReport(sections, `/api/page?${own}`, { without: ["charts", about.status === "running" && "next"] });
     const names = [["charts", "Charts"], ...titles, ...(about.checkpoints.length ? [["checkpoints", "Checkpoints"]] : [])];
     jump.replaceChildren(...names.map(([id, title]) => h("button", { type: "button", onclick: () => document.getElementById(id)?.scrollIntoView() }, title)));
   };
@@ -88,7 +88,7 @@ export const showRun = async (place, { parts, signal }) => {
     const share = about.num_steps ? Math.min(1, about.steps / about.num_steps) : 0;
     live.hidden = !running;
     if (running) {
-      const facts = [["step", about.num_steps ? `${about.steps} of ${about.num_steps}` : about.steps], ["left", about.eta_s === null ? "…" : duration(about.eta_s)],
+      const facts = [["step", [about.steps ?? 0, ...(about.num_steps ? [about.num_steps] : [])].map((each) => each.toLocaleString("en")).join(" of ")], ["left", about.eta_s === null ? "…" : duration(about.eta_s)],
         ["loss", figure(about.loss)], ["speed", about.tokens_per_s ? `${figure(about.tokens_per_s, 3)} tok/s` : "–"]];
       const [bar = h("progress", { max: 1, "aria-label": "Progress" }), list = h("dl", { class: "facts" })] = live.children;
       if (!live.children.length) live.append(bar, list);
