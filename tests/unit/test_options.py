@@ -59,7 +59,9 @@ def test_an_option_without_effect_in_the_recipe_is_not_blamed() -> None:
     manifest, config = make_manifest(options=Config().options()), make_config(verdict="score", group_by="x")
     with pytest.raises(UserError) as error:
         check_same([Difference("data", "training data", "a", "b")], manifest, config)
-    assert error.value.why is not None and error.value.why.endswith("possible cause: its files or the tokenizer")
+    assert error.value.why is not None and error.value.why.endswith(
+        "possible cause: its files or the tokenizer"
+    )
 
 
 def test_the_former_names_of_options_are_read(tmp_path: Path) -> None:
