@@ -68,6 +68,7 @@ _FAMILIES = {
     "report": "runs",
     "chat": "generate",
     "import": "import_config",
+    "completion": "options",
     "adopt": "crosstune.cli.adopt",  # the files it writes import it from there
 }
 """Subcommand -> module, if not _PACKAGE.NAME."""

@@ -18,9 +18,8 @@ from typing import Any
 from crosstune.config.load import child_environment
 from crosstune.core.errors import UserError
 from crosstune.distributed.jobs.attached import AttachedProcess
-from crosstune.distributed.jobs.job import RANK_VARIABLES, Job, Started
+from crosstune.distributed.jobs.job import CPUS, RANK_VARIABLES, RESTARTS, Job, JobOption, Started, matches
 from crosstune.distributed.jobs.nodes import LOST, Node, run_nodes
-from crosstune.distributed.jobs.option import CPUS, RESTARTS, JobOption, matches
 from crosstune.distributed.master import free_ports
 
 ADDRESS = JobOption(
