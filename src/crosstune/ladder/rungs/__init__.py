@@ -1,4 +1,4 @@
-"""The rungs of the ladder: those of crosstune are the table in this file, any other is a file, found by name."""
+"""The rungs of the ladder: a table of crosstune's own; any other rung is a file in this folder, found by name."""
 
 from __future__ import annotations
 

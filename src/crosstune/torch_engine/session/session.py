@@ -242,7 +242,7 @@ class TorchSession:
         states.import_random(self.device, state.random)
 
     def import_weights(self, weights: Mapping[str, Array]) -> None:
-        free_gathered(self.model)  # of a pass before, by a task that tries out the model
+        free_gathered(self.model)  # from an earlier pass of a task that tries the model
         states.import_weights(self.masters, weights)
         self.masters.publish()
         for master, average in averages_of(self.optimizer).items():
@@ -300,7 +300,7 @@ class TorchSession:
     def _write_model(self, folder: Path | None) -> Path | None:
         """Write the whole model on the rank that has a folder; the others send it their shards."""
         masters, parameters = self.masters.masters, self.masters.parameters
-        if not sharded_modules(self.model):  # their parameters may be gathered, and then look whole
+        if not sharded_modules(self.model):  # gathered parameters of a sharded model would look whole
             if folder is not None:
                 self._write_tensors(folder, trained=masters)
             return folder
