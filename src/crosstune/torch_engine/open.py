@@ -18,7 +18,7 @@ from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.process.ranks import Group, SingleProcess
-from crosstune.torch_engine.device import PRECISIONS, memory_errors, open_device
+from crosstune.torch_engine.device import PRECISIONS, compile_blocks, memory_errors, open_device
 from crosstune.torch_engine.kernels.choose import decide_base, describe_general, open_decoder, warn_of_general
 from crosstune.torch_engine.loading.adapters import (
     Adapted,
@@ -27,7 +27,6 @@ from crosstune.torch_engine.loading.adapters import (
     saved_parameters,
     warn_of_left_out,
 )
-from crosstune.torch_engine.loading.compile_blocks import compile_blocks
 from crosstune.torch_engine.loading.load import empty_model, open_source, read_pretrained
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.session.optimizer import Masters, make_optimizer

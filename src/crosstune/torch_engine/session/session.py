@@ -38,14 +38,20 @@ from crosstune.core.protocols import (
 from crosstune.core.weights import kept_moments
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import save_adapter
-from crosstune.torch_engine.device import clear_cache, evaluating, memory_errors, read_memory, reset_peak
+from crosstune.torch_engine.device import (
+    clear_cache,
+    compile_errors,
+    evaluating,
+    memory_errors,
+    read_memory,
+    reset_peak,
+    without_compiled,
+)
 from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear, name_targets
-from crosstune.torch_engine.loading.compile_blocks import compile_errors, without_compiled
 from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.session import state as states
 from crosstune.torch_engine.session.find_nonfinite import bad_gradients, bad_weights, watch_outputs
-from crosstune.torch_engine.session.metric_totals import MetricTotals
 from crosstune.torch_engine.session.offload_activations import offload_activations
 from crosstune.torch_engine.session.optimizer import Masters, averages_of, set_learning_rate, swap
 from crosstune.torch_engine.session.profiler import TorchProfiler
@@ -59,6 +65,7 @@ from crosstune.torch_engine.task import (
     BuildContext,
     HasOwnHead,
     MeasuresEvaluation,
+    MetricTotals,
     Tensors,
     TorchTask,
     WritesModel,
