@@ -69,6 +69,7 @@ _FAMILIES = {
     "chat": "generate",
     "import": "import_config",
     "completion": "options",
+    "move": "checkpoint",
     "adopt": "crosstune.cli.adopt",  # the files it writes import it from there
 }
 """Subcommand -> module, if not _PACKAGE.NAME."""
