@@ -179,7 +179,7 @@ def check_request(
             UserError(
                 "llama_pro does not train on MLX.",
                 why=f"--train_type {config.train_type} adds blocks to a torch model.",
-                do="--train_type lora, or a torch backend",
+                do="use --train_type lora, or a torch backend",
             )
         )
     for option in recipe.data_options:

@@ -70,7 +70,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         for a in draft.adjustments:
             if a.kind == "change":
                 draft.refuse(
-                    f"{a.option} cannot be {a.requested} here.",
+                    f"{a.option} cannot be {a.requested} in this run.",
                     why=f"{a.reason}; --strict forbids {a.used} instead.",
                     do=f"use --{a.option} {a.used}, or remove --strict",
                 )
