@@ -14,13 +14,13 @@ import pytest
 from crosstune.core.errors import UserError
 from crosstune.data.tokens import trials
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.data.tokens.trials import run_limited
 from crosstune.models.adapter_choice import AdapterSettings, Targets
 from crosstune.models.adapter_files import PEFT_WEIGHTS, load_adapter, read_settings, save_adapter
 from crosstune.models.folder import add_config_aliases, check_folder
 from crosstune.models.identity import read_record
 from crosstune.models.mlx_adapters import to_mlx
 from crosstune.models.quantized_folder import read_quantization
+from crosstune.process.limited_child import run_limited
 from crosstune.results.trained_folder import find_trained
 
 SETTINGS = AdapterSettings(rank=2, alpha=4.0, dropout=0.0, rank_stabilized=False, magnitudes=False)

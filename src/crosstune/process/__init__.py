@@ -1,1 +1,1 @@
-"""Processes: ranks and their group, signals, ending a process."""
+"""Processes: ranks and their group, signals, ending a process, limited child processes."""

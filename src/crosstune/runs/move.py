@@ -29,8 +29,9 @@ from crosstune.machines.probe import load_machine, probe_machine, typical_machin
 from crosstune.models.adapter_files import TOKENIZER_FILES
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
+from crosstune.runs import move_check
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
-from crosstune.runs.restore import check_loss, check_model, compare_losses, measure_loss, restored_config
+from crosstune.runs.restore import check_model, restored_config
 from crosstune.runs.resume import FIRST_ADAPTER, pick_checkpoint
 from crosstune.runs.resume_identity import check_same, compare, identity_of
 
@@ -83,7 +84,7 @@ def move(
         observer.on_event(adjustment.to_event())
     compared = _compare_locally(checkpoint, measured, to, observer, model_name)
     if compared is not None:
-        check_loss(compared, allowed=force, flag="--force")
+        move_check.check(compared, allowed=force, flag="--force")
     model = checkpoint.manifest.identity.get("model")
     facts = {
         "step": checkpoint.step,
@@ -142,7 +143,7 @@ def _check_training(checkpoint: Checkpoint, side: Side) -> None:
 def _measure(checkpoint: Checkpoint, side: Side, *, like: LossMeasurement | None = None) -> LossMeasurement:
     session = open_session(side.plan, side.model, task=side.recipe.task(side.plan.engine))
     session.import_weights(result_weights(checkpoint.load()))
-    measured = measure_loss(session, side.recipe, side.plan, step=checkpoint.step, like=like)
+    measured = move_check.measure(session, side.recipe, side.plan, step=checkpoint.step, like=like)
     del session
     gc.collect()  # a model has reference cycles, and the next one needs its memory
     return measured
@@ -173,7 +174,7 @@ def _compare_locally(
     if to == measured.backend or to not in probe_machine(backends=[to]).available():
         return None
     side = _open_side(checkpoint, to, observer, model_name)
-    found = compare_losses(measured, _measure(checkpoint, side, like=measured))
+    found = move_check.compare(measured, _measure(checkpoint, side, like=measured))
     observer.on_event(LossCompared(comparison=found))
     return found
 
