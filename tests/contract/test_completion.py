@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from crosstune.cli.commands.completion import SHELLS
+from crosstune.cli.commands.options import SHELLS
 from crosstune.cli.main import main
 
 ASK = """

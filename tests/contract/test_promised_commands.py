@@ -124,7 +124,7 @@ def test_a_plan_that_cannot_be_trained_ends_as_training_would(capsys: pytest.Cap
     assert main(words) == 2
     said = capsys.readouterr()
     assert "cannot train llama_pro does not train on MLX." in said.out
-    assert "do:  --train_type lora" in said.err
+    assert "do:  use --train_type lora" in said.err
     assert main([*words, "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["cannot_train"] == ["llama_pro does not train on MLX."]
 

@@ -14,7 +14,7 @@ from crosstune.config.resolve.fit_compute import check_compiler, missing_compile
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import TokenBatch
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine.loading.compile_blocks import is_compiled
+from crosstune.torch_engine.device import is_compiled
 from crosstune.torch_engine.open import open_session
 
 needs_compiler = pytest.mark.skipif(missing_compiler("cpu") is not None, reason="no C++ compiler here")

@@ -21,7 +21,7 @@ from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import TokenBatch
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.loading.adapters import AdaptedStack
-from crosstune.torch_engine.loading.experts import QuantStack
+from crosstune.torch_engine.loading.weight_forms import QuantStack
 from crosstune.torch_engine.open import open_session as open_torch
 from crosstune.torch_engine.session.session import TorchSession
 

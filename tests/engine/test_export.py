@@ -281,7 +281,7 @@ def test_few_bits_do_not_hide_a_wrong_model(
 ) -> None:
     pytest.importorskip("mlx_lm", reason="needs the extra crosstune[mlx]")
     wrong = {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
-    monkeypatch.setattr("crosstune.models.config_aliases.add_config_aliases", lambda config: config | wrong)
+    monkeypatch.setattr("crosstune.models.folder.add_config_aliases", lambda config: config | wrong)
     words = ["export", str(tiny_model), "--to", "mlx", "--n_bits", "4", "--out", str(tmp_path / "out")]
     assert main([*words, "--backend", "cpu"]) == 2
     said = capsys.readouterr().err

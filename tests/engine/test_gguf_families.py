@@ -20,7 +20,7 @@ from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.models import gguf_families, gguf_types, gguf_writer, llama_cpp
-from crosstune.torch_engine.results.importance import input_squares
+from crosstune.torch_engine.model_folders import input_squares
 
 gguf = pytest.importorskip("gguf", reason="needs the extra crosstune[gguf]")
 pytest.importorskip("xllamacpp", reason="needs the extra crosstune[llamacpp]")

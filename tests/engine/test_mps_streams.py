@@ -15,7 +15,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # noqa: E402
 
-from crosstune.torch_engine.sharding import mps_streams  # noqa: E402
+from crosstune.torch_engine.sharding import staged_backend  # noqa: E402
 
 
 class Event:
@@ -41,7 +41,7 @@ def bare_device() -> Any:
 
 def test_fsdp_runs_on_a_device_without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = bare_device()
-    mps_streams.add_streams(handle)
+    staged_backend.add_streams(handle)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for module in ("_fsdp_collectives", "_fsdp_init", "_fsdp_param_group", "_fsdp_state"):
         place = f"torch.distributed.fsdp._fully_shard.{module}._get_device_handle"
@@ -64,8 +64,8 @@ def test_fsdp_runs_on_a_device_without_streams(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_kernels_are_registered_for_mps() -> None:
-    mps_streams.prepare_mps()
-    mps_streams.prepare_mps()
+    staged_backend.prepare_mps()
+    staged_backend.prepare_mps()
     source = Path(torch.distributed.fsdp.__file__).parent / "_fully_shard" / "_fsdp_collectives.py"
     operators = set(re.findall(r'library\.impl\(lib, "(\w+)"', source.read_text(encoding="utf-8")))
     assert len(operators) >= 3

@@ -11,7 +11,7 @@ import transformers as hf
 
 from crosstune.config.load import make_config
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine.check_model import check_model, warn_of_rope
+from crosstune.torch_engine.open import check_model, warn_of_rope
 
 SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
 SHAPE |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -20,7 +20,7 @@ from forks import Forked, fork
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.distributed.jobs import nodes
-from crosstune.distributed.jobs.ray_actor import NodeActor
+from crosstune.distributed.jobs.schedulers.ray import NodeActor
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no POSIX shell here")
 

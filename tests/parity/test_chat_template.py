@@ -18,9 +18,9 @@ from transformers.utils import chat_template_utils
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
+from crosstune.data.render.answer_spans import DAY
 from crosstune.data.render.encoding import mask_of
 from crosstune.data.render.rendering import render, render_conversation
-from crosstune.data.render.template import DAY
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.sft import SftRecipe
 

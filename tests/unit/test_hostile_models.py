@@ -16,8 +16,7 @@ from crosstune.data.tokens import trials
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.adapter_choice import AdapterSettings, Targets
 from crosstune.models.adapter_files import PEFT_WEIGHTS, load_adapter, read_settings, save_adapter
-from crosstune.models.config_aliases import add_config_aliases
-from crosstune.models.folder import check_folder
+from crosstune.models.folder import add_config_aliases, check_folder
 from crosstune.models.identity import read_record
 from crosstune.models.mlx_adapters import to_mlx
 from crosstune.models.quantized_folder import read_quantization

@@ -55,6 +55,15 @@ def test_options_that_divide_the_data_are_named(option: str) -> None:
     assert "lr" not in error.value.why
 
 
+def test_an_option_without_effect_in_the_recipe_is_not_blamed() -> None:
+    manifest, config = make_manifest(options=Config().options()), make_config(verdict="score", group_by="x")
+    with pytest.raises(UserError) as error:
+        check_same([Difference("data", "training data", "a", "b")], manifest, config)
+    assert error.value.why is not None and error.value.why.endswith(
+        "possible cause: its files or the tokenizer"
+    )
+
+
 def test_the_former_names_of_options_are_read(tmp_path: Path) -> None:
     """Those of older run folders and of the guides."""
     (tmp_path / "config.yaml").write_text("with_stack: true\ngroup: ours\nmax_grad_norm: 0.5\n")

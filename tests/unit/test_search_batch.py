@@ -8,8 +8,8 @@ import pytest
 
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Backward, Memory, PreparedBatch
-from crosstune.planner.search_batch import BatchSearch, max_rows
 from crosstune.process.ranks import SingleProcess
+from crosstune.runs.find_batch import BatchSearch, max_rows
 
 
 class Measured:

@@ -106,7 +106,9 @@ def plan(
         data = {"dataset": dataset, "eval_dataset": eval_dataset, "tokenizer": tokenizer}
         config = read_config(options, written=written, **data)
         if config.emulate is not None:
-            raise UserError("plan does not emulate.", do="use the command: crosstune plan --emulate")
+            raise UserError(
+                "plan() does not support --emulate.", do="use the command `crosstune plan --emulate`"
+            )
         if machine is None:
             read_ranks(config)  # reject what train rejects
         where = load_machine(str(machine)) if machine is not None else None

@@ -60,7 +60,7 @@ _MEASURED = {
 def write_archive(path: Path, members: Mapping[str, Path], note: Mapping[str, Any]) -> int:
     """Write a tar file atomically, the note first, then each file under its name; return its size in bytes."""
     try:
-        target = path.resolve()  # a link stays
+        target = path.resolve()  # a link is kept
         target.parent.mkdir(parents=True, exist_ok=True)
         with staged_file(target) as staged, tarfile.open(staged, mode="x:", format=tarfile.PAX_FORMAT) as tar:
             files = {name: file_sha256(source) for name, source in members.items()}

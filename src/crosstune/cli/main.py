@@ -68,6 +68,8 @@ _FAMILIES = {
     "report": "runs",
     "chat": "generate",
     "import": "import_config",
+    "completion": "options",
+    "move": "checkpoint",
     "adopt": "crosstune.cli.adopt",  # the files it writes import it from there
 }
 """Subcommand -> module, if not _PACKAGE.NAME."""
@@ -144,7 +146,7 @@ def run_interruptible(run: Callable[[], int], *, is_process: bool) -> int:
 
 
 def _comes_from_ctrl_c(error: BaseException | None) -> bool:
-    """True if a Ctrl-C surfaced from an import as a different error, as with native extensions."""
+    """Return True if an error was caused by Ctrl-C: imports of native extensions turn it into other errors."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)

@@ -105,6 +105,10 @@ class Option:
         """Return the value as the user writes it."""
         return "auto" if self.auto is not None and value == self.auto else value
 
+    def applies_to(self, recipe: str) -> bool:
+        """Return False if the option has no effect in any run of the recipe."""
+        return all(not condition.recipes or recipe in condition.recipes for condition in self.needs)
+
     @property
     def choices(self) -> tuple[str, ...] | None:
         if self.all_choices is None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # numpy takes time to load
 
 PACKAGE = "crosstune.recipes"
 NOT_TOKENIZED = "nothing is tokenized"
-"""The end of a skipped check's message; `plan` makes the check up if it tokenizes the data."""
+"""The end of a skipped check's message; `plan` makes the check later if it tokenizes the data."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ def help_text(*, width: int = 100, only: Sequence[str] | None = None, recipe: st
     named = {name for o in listed for condition in o.needs for name in condition.recipes}
     others = sorted(named - {recipe}) if recipe else []
     for title in GROUPS:
-        options = [o for o in listed if o.group == title and _applies(o, recipe)]
+        options = [o for o in listed if o.group == title and (not recipe or o.applies_to(recipe))]
         if options:
             lines += ["", f"{title}:"]
         for option in options:
@@ -129,11 +129,6 @@ def _help_lines(option: Option, width: int, *, recipe: str = "") -> list[str]:
         details.append(f"environment {option.env}")
     details += [limit.replace("`", "")] if (limit := _limit(option, recipe=recipe)) else []
     return _fill(head, f"{option.text} ({'; '.join(details)})", width, indent=36)
-
-
-def _applies(option: Option, recipe: str) -> bool:
-    """Return False if the option has no effect in any run of the recipe."""
-    return all(not recipe or not each.recipes or recipe in each.recipes for each in option.needs)
 
 
 def _limit(option: Option, *, recipe: str = "") -> str:

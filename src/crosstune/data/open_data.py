@@ -277,7 +277,7 @@ class DataOpener:
         return split_by_format(source, asked=config.dataset_format, columns=parse_columns(config.columns))
 
     def _corpus(self, source: Source, *, limit: int) -> tuple[Corpus, int]:
-        """Return the examples of a source that have supervised tokens, and the number of examples without."""
+        """Return the examples of a source that have supervised tokens, and the number of examples without any."""
         config = self.config
 
         def show(done: int, total: int, examples: int) -> None:

@@ -67,7 +67,7 @@ LossPromise = SameBits | Within | AsGood
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """An optimization: a row of the table in `rungs`, or `RUNG` in a file there, named after it."""
+    """An optimization to try. A file in `rungs` defines one as `RUNG`; it has the name of the file."""
 
     title: str
     order: int

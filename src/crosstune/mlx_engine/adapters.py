@@ -209,7 +209,7 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def train_in_full(model: nn.Module, names: Sequence[str]) -> None:
-    """Let arrays of a frozen model be trained."""
+    """Unfreeze arrays of a frozen model."""
     modules = dict(model.named_modules())
     for name in names:
         module, _, array = name.rpartition(".")

@@ -21,8 +21,7 @@ from crosstune.files.safetensors_header import read_header
 from crosstune.mlx_engine.adapters import linear_layers
 from crosstune.mlx_engine.quant.mlx import check_form
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape, quantize_layers
-from crosstune.models.config_aliases import add_config_aliases
-from crosstune.models.folder import read_config_json, weight_files
+from crosstune.models.folder import add_config_aliases, read_config_json, weight_files
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.weights import read_rows
 

@@ -41,8 +41,7 @@ from crosstune.mlx_engine.quantized import dense_weight
 from crosstune.mlx_engine.save_model import save_arrays, save_model
 from crosstune.mlx_engine.wrap_call import wrap_call
 from crosstune.models.adapter_files import copy_tokenizer
-from crosstune.models.config_aliases import add_folder_aliases
-from crosstune.models.folder import read_config_json, weight_files
+from crosstune.models.folder import add_folder_aliases, read_config_json, weight_files
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.process.this_process import hide_output

@@ -1,4 +1,4 @@
-"""Open a model for training on MLX, step by step."""
+"""Check a model folder without its weights, and open a model for training on MLX, step by step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError, nothing_to_train
@@ -15,13 +16,22 @@ from crosstune.core.out_of_memory import LOADING
 from crosstune.mlx_engine.adapters import (
     AdaptedLinear,
     add_adapters,
+    choose_targets,
     saved_parameters,
     tied_parameters,
     train_in_full,
+    warn_of_left_out,
 )
 from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, set_limits
-from crosstune.mlx_engine.load import DTYPES, num_parameters
+from crosstune.mlx_engine.load import (
+    DTYPES,
+    check_quantization,
+    check_readable,
+    check_window,
+    num_parameters,
+    read_model,
+)
 from crosstune.mlx_engine.optimizer import Adam, Masters, Optimizer
 from crosstune.mlx_engine.session import MlxSession, TextSession
 from crosstune.mlx_engine.task import BuildContext, Gradients, HasOwnHead, Loss, MlxTask
@@ -29,6 +39,7 @@ from crosstune.mlx_engine.tasks.causal_lm import CausalLM
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
 from crosstune.models.adapter_choice import AdapterSettings, Layers
 from crosstune.models.adapter_files import load_adapter
+from crosstune.models.folder import read_config_json
 from crosstune.process.ranks import SingleProcess
 
 
@@ -152,3 +163,18 @@ def check_no_running_statistics(model: nn.Module) -> None:
                 why="it keeps running statistics, which are not in checkpoints: a resumed run would differ.",
                 do="use track_running_stats=False, or a layer norm",
             )
+
+
+def check_model(folder: Path, *, plan: Plan) -> list[str]:
+    """Return warnings; raise the errors that loading the model or adding adapters would raise."""
+    config = read_config_json(folder)
+    check_quantization(folder, check_readable(folder, config), plan)
+    check_window(config, plan)
+    model = read_model(folder, config)
+    if plan.method in ADAPTER_METHODS:
+        layers = Layers.from_config(plan.config)
+        targets, quantized = plan.config.lora_target_modules, plan.quantizer != "none"
+        chosen = choose_targets(model, targets, layers=layers)
+        saved_parameters(model, plan.config, adapted=chosen)
+        return warn_of_left_out(model, targets, quantized=quantized, layers=layers)
+    return []

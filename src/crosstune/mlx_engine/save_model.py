@@ -12,8 +12,7 @@ from mlx.utils import tree_flatten
 from crosstune.core.model_folders import OnBytes
 from crosstune.files.json_files import write_json
 from crosstune.models.adapter_files import copy_tokenizer
-from crosstune.models.config_aliases import add_config_aliases
-from crosstune.models.folder import read_config_json
+from crosstune.models.folder import add_config_aliases, read_config_json
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.weights import write_shards
 

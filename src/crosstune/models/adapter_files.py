@@ -274,7 +274,7 @@ def check_kind(folder: Path, settings: Mapping[str, Any]) -> None:
     if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none" or unread:
         kind = f"{shown(settings.get('peft_type'))}, bias {shown(settings.get('bias'))}"
         raise UserError(
-            f"{folder} is an unsupported kind of adapter.",
+            f"{folder} contains an unsupported kind of adapter.",
             why=f"it uses {', '.join(unread) or kind}; only plain LoRA and DoRA are supported.",
         )
 

@@ -173,7 +173,7 @@ _FLASH, _TYPE_K, _TYPE_V = 52, 104, 108
 _MODEL_DEFAULTS = {_GPU_LAYERS: -1, _VOCAB_ONLY: 0x10000}
 _CONTEXT_DEFAULTS = {_NUM_CONTEXT: 512, _NUM_BATCH: 2048, _NUM_MICRO_BATCH: 512, 12: 1, _FLASH: -1}
 _CONTEXT_DEFAULTS |= {_TYPE_K: 1, _TYPE_V: 1, _THREADS: 4, _BATCH_THREADS: 4}
-"""Offset -> default, by which a version with a different layout is noticed."""
+"""Offset -> default; a version with a different layout has other values there."""
 _F32 = 0
 
 

@@ -107,7 +107,7 @@ def _offload(plan: Plan, step: Step) -> list[_Change]:
 
 
 def _optimizer(plan: Plan, step: Step) -> list[_Change]:
-    """Return an 8-bit optimizer, where all weights are trained."""
+    """Return an 8-bit optimizer if all weights are trained."""
     smaller = smaller_optimizer(step.optimizer, plan.backend)
     if step.method != "full" or smaller is None or step.num_shards > 1:
         return []
@@ -191,7 +191,7 @@ def _flags(options: Options) -> list[str]:
 
 
 def _more_devices(shape: ModelShape, step: Step, plan: Plan, *, factor: float) -> str:
-    """Return the number of devices that fit the sharded model, or that no option helps."""
+    """Say how many devices fit the sharded model, or that no option helps."""
     if plan.engine == "torch" and plan.backend.name in ("cuda", "rocm", "xpu"):
         small = replace(step, batch=1, checkpointing=True, fast=False)  # the fast layers need whole weights
         for count in SHARDS:

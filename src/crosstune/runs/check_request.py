@@ -179,7 +179,7 @@ def check_request(
             UserError(
                 "llama_pro does not train on MLX.",
                 why=f"--train_type {config.train_type} adds blocks to a torch model.",
-                do="--train_type lora, or a torch backend",
+                do="use --train_type lora, or a torch backend",
             )
         )
     for option in recipe.data_options:
@@ -221,7 +221,7 @@ def check_model(plan: Plan, model: ModelFolder, checked: RequestCheck) -> None:
             f"the architecture and layers of {model.name}: {missing[0]} is not installed"
         )
         return
-    engine = importlib.import_module(f"crosstune.{plan.engine}_engine.check_model")
+    engine = importlib.import_module(f"crosstune.{plan.engine}_engine.open")
     checked.warnings += engine.check_model(model.path, plan=plan)
 
 

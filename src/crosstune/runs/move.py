@@ -157,7 +157,10 @@ def _plan_target(checkpoint: Checkpoint, to: str, machine: str | None, model_nam
         return make_plan(config, machine=typical_machine(to))
     named = load_machine(machine)
     if to not in named.available():
-        raise UserError(f"{machine} has no {to}.", do="choose a different --machine or --to")
+        raise UserError(
+            f"The machine {machine} does not have the backend {to}.",
+            do="choose a different --machine or --to",
+        )
     return make_plan(config, machine=named)
 
 
@@ -228,7 +231,7 @@ def _files(name: str, *, prefix: str) -> dict[str, Path]:
     if total > DATA_LIMIT:
         raise UserError(
             f"The data in {path} is too large for the archive ({total / 1e9:.1f} GB).",
-            do="pass --without_data, and give its path there with --dataset",
+            do="pass --without_data, and specify the data with --dataset on the other machine",
         )
     return {f"{prefix}-{file.relative_to(path.parent).as_posix()}": file for file in files}
 

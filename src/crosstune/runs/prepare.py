@@ -1,4 +1,5 @@
-"""Prepare a run: read its request, gather facts, resolve them to a plan, open the data, compare with the checkpoint.
+"""Prepare a run: read its request, gather facts, resolve them to a plan, open the data, compare with the checkpoint,
+extend the schedule.
 
 A request is resolved three times, because the plan decides which model to fetch and how to read the data, yet depends on
 the model's shape and the longest row.
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from crosstune.checkpoint.manifest import Manifest
 from crosstune.config.load import launch_variables
 from crosstune.config.options.training import AUTO
 from crosstune.config.resolve.plan import Plan
@@ -28,11 +30,11 @@ from crosstune.distributed.group import (
     share_machine,
     with_world,
 )
+from crosstune.loop.train import rate_of_step
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import gather, model_facts, probe_for
 from crosstune.process.ranks import Group
 from crosstune.runs.check_request import check_base_adapter, check_model, check_request
-from crosstune.runs.extend import extend
 from crosstune.runs.find_batch import find_batch_size
 from crosstune.runs.open_parts import find_base
 from crosstune.runs.open_recipe import open_recipe
@@ -174,3 +176,47 @@ def _warn_of_skipped_rows(point: ResumePoint, recipe: Recipe) -> list[str]:
     return [
         f"the last step of the run was {now - done} rows short: the same number of rows of the next epoch is skipped"
     ]
+
+
+_CURVE = ("lr", "lr_scheduler", "warmup_steps", "warmup_ratio", "cosine_min_lr_ratio")
+_NOTICED = 0.05
+"""Smallest fraction of --lr that is reported as a jump."""
+
+
+def extend(manifest: Manifest, config: Config, *, num_steps: int) -> tuple[Extension | None, list[str]]:
+    """Return the schedule from the checkpoint on, if it differs from one schedule over all steps, and a message about it."""
+    carried = Extension.from_json(manifest.schedule.get("extended"))
+    before, done = manifest.schedule.get("num_steps"), manifest.step
+    if before is None or num_steps <= before or not done:
+        idle = carried is None and "on_extend" in config.sources and before is not None
+        return carried, [f"on_extend has no effect: the run already had {before} steps"] if idle else []
+    curve = {name: manifest.options[name] for name in _CURVE if name in manifest.options}
+    last = rate_of_step(done - 1, replace(config, **curve), num_steps=before, extension=carried)
+    extension = None
+    if config.on_extend != "stretch":
+        extension = Extension(start=done, lr=last if config.on_extend == "constant" else None)
+    following = rate_of_step(done, config, num_steps=num_steps, extension=extension)
+    grows = f"the run grows from {before} to {num_steps} steps"
+    if extension is not None and extension.lr is not None:
+        return extension, [f"{grows}: the learning rate stays at {last:.3g}"]
+    peak = max(
+        rate_of_step(s, config, num_steps=num_steps, extension=extension) for s in _sampled(done, num_steps)
+    )
+    if max(abs(following - last), peak - last) < _NOTICED * config.lr:
+        return extension, []
+    shape = (
+        f"a new {config.lr_scheduler} schedule"
+        if extension
+        else f"{config.lr_scheduler} over all {num_steps} steps"
+    )
+    told = f"{grows}: the learning rate goes from {last:.3g} to {following:.3g} at step {done + 1}"
+    told += f" and up to {peak:.3g}" if peak > following else ""
+    told += f" ({shape})"
+    if extension is None:
+        told += f"; --on_extend constant keeps {last:.3g}, --on_extend restart begins a new warm-up"
+    return extension, [told]
+
+
+def _sampled(first: int, end: int) -> range:
+    """Return about a thousand steps, enough to find the peak of a schedule."""
+    return range(first, end, max(1, (end - first) // 1000))

@@ -13,7 +13,7 @@ from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.option import OnResume
 from crosstune.config.options.run import MISMATCHES, mismatches
 from crosstune.config.resolve.plan import Plan
-from crosstune.config.schema import Config, options_by_name, options_on_resume
+from crosstune.config.schema import Config, option_list, options_by_name, options_on_resume
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import HasEvaluationData, Recipe
 from crosstune.core.quantization import QuantSpec, read_spec, same_quantization
@@ -156,7 +156,12 @@ def check_same(
     kinds = {difference.kind for difference in refused}
     why = [difference.sentence() for difference in refused]
     if kinds & {"data", "eval_data"}:
-        causes = changed_options(manifest, config, among=options_on_resume(OnResume.MAY_CHANGE_DATA))
+        among = [
+            o.name
+            for o in option_list()
+            if OnResume.MAY_CHANGE_DATA in o.on_resume and o.applies_to(config.recipe)
+        ]
+        causes = changed_options(manifest, config, among=among)
         why.append(
             "possible cause: " + ("; ".join(c.sentence() for c in causes) or "its files or the tokenizer")
         )

@@ -51,7 +51,8 @@ def check_request(config: Config, *, kind: str) -> tuple[Plan, RequestCheck]:
         )
     if config.emulate is not None:
         raise UserError(
-            f"A {kind} trains on this machine, so it cannot be combined with --emulate.", do="remove it"
+            f"A {kind} trains on this machine, so it cannot be combined with --emulate.",
+            do="remove --emulate",
         )
     asked = {k: v for k, v in config.options_asked().items() if k not in ("name", "overwrite", "resume")}
     plan, checked = check_plan(make_config(**asked))

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from crosstune.config.load import add_variables
 from crosstune.config.time_limits import nccl_variables
 from crosstune.process.ranks import BoardLost, Group, Limits, Ranks, RankState
-from crosstune.torch_engine.sharding.mps_streams import prepare_mps
 from crosstune.torch_engine.sharding.rendezvous import (
     join_store,
     peer_errors,
@@ -21,7 +20,7 @@ from crosstune.torch_engine.sharding.rendezvous import (
     use_interface_of,
 )
 from crosstune.torch_engine.sharding.staged_backend import NAME as STAGED
-from crosstune.torch_engine.sharding.staged_backend import backend_for
+from crosstune.torch_engine.sharding.staged_backend import backend_for, prepare_mps
 
 REMEMBERED = "crosstune/remembered"
 """Key of a string that survives a restart."""

@@ -1,14 +1,15 @@
-"""Implement core.model_folders.ModelFolders with torch and transformers."""
+"""Implement core.model_folders.ModelFolders with torch and transformers, and measure which inputs of a layer matter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.logit_distance import Logits, Prompts
@@ -19,7 +20,6 @@ from crosstune.torch_engine.loading.prequantized import read_prequantized
 from crosstune.torch_engine.quantized import open_quantizer
 from crosstune.torch_engine.results import verify
 from crosstune.torch_engine.results.convert import Conversion, measure_errors
-from crosstune.torch_engine.results.importance import input_squares
 from crosstune.torch_engine.results.merge import (
     DTYPES,
     BaseTensors,
@@ -119,3 +119,37 @@ class TorchFolders:
             dtype=DTYPES[form.dtype if form.dtype != "auto" else stored_format(rewrite.source)],
             replaced=replaced,
         )
+
+
+def input_squares(
+    model: nn.Module,
+    rows: Sequence[Sequence[int]],
+    *,
+    device: torch.device,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, NDArray[np.float32]]:
+    """Return the mean squares of every linear layer's inputs, by the name of the layer."""
+    sums: dict[str, torch.Tensor] = {}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def add(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            values = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).double()
+            sums[name] = sums.get(name, 0.0) + values.square().sum(0)
+
+        return add
+
+    handles = [
+        module.register_forward_pre_hook(watch(name))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    try:
+        with torch.inference_mode():
+            for done, row in enumerate(rows, start=1):
+                model(input_ids=torch.tensor([list(row)], device=device))
+                show(done, len(rows))
+    finally:
+        for handle in handles:
+            handle.remove()
+    count = sum(len(row) for row in rows)
+    return {name: (total / count).float().cpu().numpy() for name, total in sums.items()}

@@ -1,24 +1,33 @@
-"""Open a model on a torch device: build, adapt, shard, recompute, compile, optimize."""
+"""Check a model folder without its weights, and open a model on a torch device: build, adapt, shard, recompute, compile,
+optimize."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.process.ranks import Group, SingleProcess
-from crosstune.torch_engine.device import PRECISIONS, memory_errors, open_device
-from crosstune.torch_engine.kernels.choose import decide_base, describe_general, open_decoder
-from crosstune.torch_engine.loading.adapters import Adapted, adapt
-from crosstune.torch_engine.loading.compile_blocks import compile_blocks
+from crosstune.torch_engine.device import PRECISIONS, compile_blocks, memory_errors, open_device
+from crosstune.torch_engine.kernels.choose import decide_base, describe_general, open_decoder, warn_of_general
+from crosstune.torch_engine.loading.adapters import (
+    Adapted,
+    adapt,
+    choose_adapted,
+    saved_parameters,
+    warn_of_left_out,
+)
+from crosstune.torch_engine.loading.load import empty_model, open_source, read_pretrained
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.session.optimizer import Masters, make_optimizer
 from crosstune.torch_engine.session.session import TorchSession
@@ -158,3 +167,45 @@ def trained_parameters(
         heads = {name: model.get_parameter(name).requires_grad_() for name in head}
         return export.adapter_weights(adapters) | export.saved_weights(model, adapters) | heads
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def check_model(folder: Path, *, plan: Plan) -> list[str]:
+    """Raise the errors of loading and adapting the model without reading weights; return warnings."""
+    source = open_source(folder, plan)
+    if source.is_plain:
+        model = read_pretrained(folder, plan=plan, device="meta")
+    else:
+        model = empty_model(folder, source.config)
+        source.read_layout(model)
+    source.forms_to_quantize(model)
+    if plan.method in ADAPTER_METHODS:
+        chosen = choose_adapted(model, plan)
+        left_out = warn_of_left_out(model, chosen, plan)
+        saved_parameters(model, plan, adapted=chosen)
+        return [*left_out, *warn_of_general(model, plan=plan), *warn_of_rope(source.config, plan=plan)]
+    return warn_of_rope(source.config, plan=plan)
+
+
+def warn_of_rope(config: Any, *, plan: Plan) -> list[str]:
+    """Return a warning if rows may exceed the length at which the rotary frequencies change."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    is_alone = plan.config.batch_size == 1 and not plan.config.packing
+    for rope in (
+        [settings] if "rope_type" in settings else settings.values()
+    ):  # a model may have one per type of layer
+        kind = rope.get("rope_type") if isinstance(rope, Mapping) else None
+        # longrope depends on the longest row of the micro-batch only; dynamic frequencies keep the longest row ever seen.
+        if kind not in ("longrope", "dynamic") or (kind == "longrope" and is_alone):
+            continue
+        limit = config.max_position_embeddings
+        if kind == "longrope":
+            limit = rope.get("original_max_position_embeddings") or limit
+        if limit is None or plan.config.context_length <= limit:
+            continue
+        other = " or --batch_size 1 without --packing" if kind == "longrope" else ""
+        return [
+            f"context_length: beyond {limit:,} tokens, this model ({kind}) chooses its rotary frequencies by the longest "
+            "row of a micro-batch, so the loss of a row depends on the other rows, and in packed rows on the longest "
+            f"document; to avoid that, use --context_length {limit}{other}"
+        ]
+    return []

@@ -1,1 +1,1 @@
-"""Trackers (wandb, weave, trackio, tensorboard): observers that log a run's metrics, each in its own thread."""
+"""Trackers, such as wandb: observers that log a run's metrics, each in its own thread."""

@@ -27,7 +27,7 @@ class TrackedRun:
     entity: str | None
     group: str | None
     folder: Path
-    """The run folder, for the tracker's local files unless its environment variables set another."""
+    """The run folder, for the tracker's local files unless its environment variables set a different one."""
     id: str
     """An id made for this run in this tracker; a resumed run keeps it. Trackers with other ids store it as a tag."""
     continues: bool
@@ -37,7 +37,7 @@ class TrackedRun:
     config: Mapping[str, Any]
 
     def project_or(self, variable: str) -> str:
-        """Return the requested project, or else the one in an environment variable, or the default."""
+        """Return the requested project, otherwise the value of an environment variable, otherwise the default."""
         return self.project if self.project_asked else launch_variables().get(variable) or self.project
 
 

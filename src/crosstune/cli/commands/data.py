@@ -138,7 +138,7 @@ def _answers(example: Any) -> list[tuple[str, Any]]:
 
 
 def _pieces(example: Any, tokenizer: Any) -> list[tuple[str, bool]]:
-    """Return the text of an example in pieces, each with whether it is supervised."""
+    """Return the text of an example in pieces, each with a flag for supervision."""
     from crosstune.data.checks.summary import marked_pieces
 
     pieces = list[tuple[str, bool]]()

@@ -211,7 +211,7 @@ def _test(
     from crosstune.cli.terminal.screen import Screen
     from crosstune.results.judge import measure_judge
 
-    if own.target is None:  # after a training
+    if own.target is None:  # right after training
         announce_command("judge eval", request.target, "importing the engine")
     with Screen(live=True) as screen:
         test = measure_judge(

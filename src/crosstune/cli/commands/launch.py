@@ -11,8 +11,13 @@ from crosstune.cli.terminal.output import print_error
 from crosstune.config.load import load_config
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE
-from crosstune.distributed.jobs.job import load_scheduler, make_job, options_of_schedulers, scheduler_names
-from crosstune.distributed.jobs.option import COMMON
+from crosstune.distributed.jobs.job import (
+    COMMON,
+    load_scheduler,
+    make_job,
+    options_of_schedulers,
+    scheduler_names,
+)
 from crosstune.files.outputs import check_output, write_output
 
 EXAMPLES = """examples:

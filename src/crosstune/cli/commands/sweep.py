@@ -237,7 +237,7 @@ class _Progress:
         return max(self.sweep.num_trials, len(self.sweep.trials))
 
     def _left(self, part: float) -> str:
-        """Return the time left; `part` is the work done in running trials, in trials. Empty if it is unknown or none."""
+        """Return the time left, empty if unknown or zero; `part` is the finished part of the running trials, in trials."""
         ended = len(self.sweep.ended())
         done, left = ended - self.before + part, self._total - ended - part
         return duration((time.monotonic() - self.begun) / done * left) if done > 0 and left > 0 else ""

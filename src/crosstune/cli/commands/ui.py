@@ -47,12 +47,12 @@ def run(words: Sequence[str]) -> int:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", own.port))
-            listener.listen(128)  # who opens the address early waits for an answer
+            listener.listen(128)  # a browser that opens the address early waits for an answer
         except OSError as error:
             raise UserError(
                 f"Cannot listen on port {own.port}.",
                 why=f"{error.strerror}.",
-                do="choose a different --port (0 takes a free one), or open the page that is there",
+                do="choose a different --port (0: any free port), or open the page that is running there",
             ) from error
         token = read_token(own.output_dir)
         server = make_server(own.output_dir, token=token)

@@ -57,7 +57,7 @@ def _adjusted(event: Adjusted) -> Lines:
 def _started(event: Started) -> Lines:
     train = event.data.get("train", {})
     parts = [show_examples(event.data) or "0 examples"]
-    if "tokens" in train:  # not all recipes have examples of tokens
+    if "tokens" in train:  # the examples of some recipes are not tokens
         parts.append(f"{count(train['tokens'])} tokens")
         parts.append(f"{count(train.get('supervised_tokens', 0))} supervised")
         parts.append(f"longest {train.get('longest', 0)}")

@@ -84,7 +84,8 @@ class Screen:
         stream: TextIO | None = None,
         line: ProgressLine | None = None,
     ) -> None:
-        """Without a `line`, the bar is on the terminal, if there is one. With `every`, print a line at this step interval, even above the live bar; otherwise choose the interval."""
+        """`line` shows the bar, by default on the terminal. `every` is the interval of steps at which a line is printed, even
+        above a live bar; by default it is chosen."""
         self.output = Output(stream)
         self._is_stdout = stream is not None and stream is sys.stdout
         self.live = live and (line is not None or self.output.is_terminal)
@@ -166,7 +167,7 @@ class Screen:
 
     @on_event.register
     def _on_preparing(self, event: Preparing) -> None:
-        if not self._is_stdout:  # its lines are the same from version to version
+        if not self._is_stdout:  # its lines must not change between versions
             self.output.line(f"  {event.doing} ...", style=QUIET)
 
     @on_event.register

@@ -78,7 +78,8 @@ class Stream:
                 self._drop(error)
 
     def unblock(self) -> None:
-        """Write to a terminal from a thread from now on, so that a stalled terminal (Ctrl-S, a lost connection) does not block the run."""
+        """Write to a terminal from a thread from now on, so that a stalled terminal (Ctrl-S, a lost connection) does not block
+        the run."""
         if self._waiting is None and self.stream.isatty():
             self.flush()
             self._waiting = queue.Queue(maxsize=MAX_WAITING)
@@ -140,7 +141,7 @@ def _write_all(descriptor: int, waiting: queue.Queue[bytes]) -> None:
 
 def open_closed_streams() -> None:
     """Open the null device in place of standard streams that were closed (`>&-`). Otherwise they are None, and the next
-    file that is opened gets their descriptor, and libraries and child processes print into it."""
+    opened file gets their descriptor: libraries and child processes would print into it."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
             continue

@@ -23,9 +23,8 @@ from crosstune.core.errors import UserError
 from crosstune.torch_engine.capabilities import DTYPES, working_dtypes
 from crosstune.torch_engine.quantized import StoredWeight
 from crosstune.torch_engine.sharding.local_shard import free_gathered, local_part, sharded_modules
-from crosstune.torch_engine.sharding.mps_streams import prepare_mps
 from crosstune.torch_engine.sharding.shard import REPLICAS, SHARDS, STRATEGIES, shard
-from crosstune.torch_engine.sharding.staged_backend import NAME, register_staged_backend
+from crosstune.torch_engine.sharding.staged_backend import NAME, prepare_mps, register_staged_backend
 
 FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 LOG = logging.getLogger("crosstune.mps_fsdp")

@@ -30,8 +30,7 @@ from crosstune.files.json_fields import NOTHING, OBJECT, TEXT, check_fields, map
 from crosstune.files.json_files import read_json, write_json
 from crosstune.files.plain_files import file_sha256
 from crosstune.models.adapter_files import copy_tokenizer
-from crosstune.models.config_aliases import add_folder_aliases
-from crosstune.models.folder import PLAIN_STEM, QUANTIZED_STEM
+from crosstune.models.folder import PLAIN_STEM, QUANTIZED_STEM, add_folder_aliases
 from crosstune.models.quantized_folder import RECORD
 from crosstune.torch_engine.loading.adapters import AdaptedLinear
 from crosstune.torch_engine.loading.load import read_config

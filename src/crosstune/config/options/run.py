@@ -17,9 +17,11 @@ from crosstune.config.conditions import (
     SAVING,
     TRACKER_GROUPS,
     TRACKER_OWNERS,
+    TRACKERS_PACKAGE,
     check_targets,
 )
 from crosstune.config.option import OnResume, StringKind, check_duration, option
+from crosstune.core.names import plugin_names
 
 MISMATCHES = (
     "model",
@@ -144,8 +146,8 @@ class RunOptions:
     )
     log_to: str = _option(
         "tqdm",
-        "Comma-separated list: the progress display, tqdm (a bar) or stdout (plain lines), and trackers: wandb, weave, "
-        "trackio, tensorboard",
+        "Comma-separated list: the progress display, tqdm (a bar) or stdout (plain lines), and trackers: "
+        + ", ".join(plugin_names(TRACKERS_PACKAGE)),
         check=check_targets,
         joins_items="",
     )

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS, parse_losses
 from crosstune.config.mlx_settings import unused_settings
-from crosstune.config.resolve.choose_method import choose_method
+from crosstune.config.resolve.choose_method import choose_method, default_rate, rate_warning
 from crosstune.config.resolve.facts import Facts
 from crosstune.config.resolve.fit_compute import fit_compile, fit_kernels, fit_precision
 from crosstune.config.resolve.fit_memory import fit_memory
-from crosstune.config.resolve.learning_rate import default_rate, rate_warning
 from crosstune.config.resolve.plan import Draft, Plan
 from crosstune.config.schema import Config, option_list
 from crosstune.core.errors import UserError, raise_all
@@ -71,7 +70,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         for a in draft.adjustments:
             if a.kind == "change":
                 draft.refuse(
-                    f"{a.option} cannot be {a.requested} here.",
+                    f"{a.option} cannot be {a.requested} in this run.",
                     why=f"{a.reason}; --strict forbids {a.used} instead.",
                     do=f"use --{a.option} {a.used}, or remove --strict",
                 )

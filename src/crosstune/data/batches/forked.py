@@ -32,7 +32,7 @@ class Fork:
 
     @cached_property
     def num_shared(self) -> int:
-        """The number of tokens computed once: all that the rows have in common before the first supervised token, less one."""
+        """The number of tokens computed once: one less than the rows have in common before the first supervised token."""
         first, *others = (example.tokens for example in self.examples)
         most = min(int(example.supervised.argmax()) for example in self.examples)
         for tokens in others:

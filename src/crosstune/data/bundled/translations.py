@@ -99,7 +99,7 @@ PENALTIES: Mapping[str, int] = {
     "wrong order": 1,
     "misspelling": 1,
 }
-"""Kind of error -> the points that it costs."""
+"""Kind of error -> its penalty in points."""
 BEST_SCORE = 10
 NUM_SENTENCES: Mapping[str, int] = {"train": 1000, "val": 75, "test": 75}
 VARIANTS = (0, 1, 2, 4)

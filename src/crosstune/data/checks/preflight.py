@@ -31,7 +31,7 @@ _MARK = re.compile(r"<\|\w+\|>|<\w+>|\[/?[A-Z_]+\]")
 
 
 def drop_unsupervised(corpus: Corpus, *, source: str) -> tuple[Corpus, int]:
-    """Return the rows with a supervised token, and the number of rows without."""
+    """Return the rows with a supervised token, and the number of rows without one."""
     supervised = np.flatnonzero(corpus.num_supervised > 0)
     if not len(supervised):
         raise UserError(

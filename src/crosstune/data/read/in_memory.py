@@ -25,7 +25,7 @@ _SHAPES = (
 
 
 def write_in_memory(data: object, *, option: str, cache: Path | None) -> Path:
-    """Write a list of rows, a `datasets.Dataset`, or a mapping of splits to such; return the file or the folder."""
+    """Write a list of rows, a `datasets.Dataset`, or a mapping from splits to either; return the file or the folder."""
     root = cache_folder(cache)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def write_in_memory(data: object, *, option: str, cache: Path | None) -> Path:
 
 
 def name_in_memory(text: str, *, cache: Path | None) -> str:
-    """Return a text with the files of in-memory rows named as such."""
+    """Return a text in which paths of in-memory rows are replaced by `rows in memory`."""
     if "rows-" not in text:
         return text
     written = re.escape(str(cache_folder(cache))) + rf"[/\\]rows-[0-9a-f]{{{_NAME_CHARS}}}(\.jsonl)?"

@@ -141,8 +141,8 @@ def prompts_change_tokens(tokenizer: Tokenizer) -> bool:
 
 
 def prompt_mismatch(tokenizer: Tokenizer) -> tuple[str, str] | None:
-    """Return the end of a generation prompt and the text of a training row in its place, if they differ; None if the row
-    begins with the prompt, up to where it opens the reasoning: the rows themselves decide whether they have some."""
+    """Return the end of a generation prompt and the text of a training row in its place; None if the row begins with the
+    prompt. Opened reasoning at the end of the prompt is not compared, since some rows have no reasoning."""
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good"}]
     try:
         prompt = render(turns[:1], tokenizer, add_generation_prompt=True)

@@ -1,5 +1,4 @@
-"""The rungs of the ladder. The table in this file lists rungs that only set options; every other rung is a file, found by
-name."""
+"""The rungs of the ladder: a table of crosstune's own; any other rung is a file in this folder, found by name."""
 
 from __future__ import annotations
 
@@ -27,20 +26,133 @@ _TIMEOUTS = {"collective_timeout": "30m", "heartbeat_timeout": "30m"}
 _CHECKPOINTING, _OFFLOAD = "use_gradient_checkpointing", {"use_activation_cpu_offload": True}
 _DDP = {"sharding_strategy": "ddp", "use_cpu_offload": False}
 
-# Name -> order, title, gain, promise, and the options to set.
-_RUNGS: Mapping[str, tuple[int, str, Gain, LossPromise, Change]] = {
+FUSED = {"adamw": "fused_adamw", "adam": "fused_adam"}
+MAX_DOUBLINGS = 4
+ROUNDED_TO = 64
+FULL_ENOUGH = 0.8
+"""The ratio of mean to longest length above which packing gains nothing."""
+WORTHWHILE = 1.1
+"""Minimum speed of bf16 relative to fp32 matmuls that is worth a trial."""
+CORES_EACH = 2
+"""CPU cores per process."""
+
+
+def _fused_optimizer(now: Situation) -> list[Change]:
+    """Update all weights in one kernel."""
+    if now.plan.engine != "torch":
+        raise NotApplicable("MLX has one form of each optimizer")
+    if now.config.optimizer not in FUSED:
+        raise NotApplicable(f"{now.config.optimizer} has no fused version")
+    if now.config.optimizer == "adamw" and now.plan.backend.device == "cuda":
+        raise NotApplicable("adamw is fused on a GPU already")
+    return [{"optimizer": FUSED[now.config.optimizer]}]
+
+
+def _larger_batch(now: Situation) -> list[Change]:
+    """Use larger micro-batches with the same rows per step."""
+    batch, micro_batches = now.config.batch_size, now.config.gradient_accumulation_steps
+    if now.config.rows_per_step:
+        raise NotApplicable("--rows_per_step sets how a step is divided")
+    changes: list[Change] = []
+    while micro_batches % 2 == 0 and len(changes) < MAX_DOUBLINGS:
+        batch, micro_batches = batch * 2, micro_batches // 2
+        changes.append({"batch_size": batch, "gradient_accumulation_steps": micro_batches})
+    if not changes:
+        raise NotApplicable(
+            "a step has an odd number of micro-batches" if micro_batches > 1 else "a step is one micro-batch"
+        )
+    return changes
+
+
+def _packing(now: Situation) -> list[Change]:
+    """Pack examples into full rows, with about the same number of examples per step."""
+    config = now.config
+    if config.recipe != "sft":
+        raise NotApplicable("only rows of the sft recipe are packed by the ladder")
+    if config.packing:
+        raise NotApplicable("rows are packed already")
+    if not now.mean_tokens or now.mean_tokens > FULL_ENOUGH * now.longest_tokens:
+        raise NotApplicable("all examples have about the same length")
+    rows = config.batch_size * config.gradient_accumulation_steps
+    wanted = max(now.longest_tokens, round(rows * now.mean_tokens))
+    length = min(config.context_length, -(-wanted // ROUNDED_TO) * ROUNDED_TO)
+    per_step = max(1, round(rows * now.mean_tokens / length))
+    return [
+        {
+            "packing": True,
+            "context_length": length,
+            "batch_size": min(config.batch_size, per_step),
+            "gradient_accumulation_steps": max(1, per_step // min(config.batch_size, per_step)),
+        }
+    ]
+
+
+def _precision(now: Situation) -> list[Change]:
+    """Compute in 16 bits if the device is faster with them."""
+    backend = now.plan.backend
+    if now.plan.precision != "fp32":
+        raise NotApplicable(f"the precision is {now.plan.precision} already")
+    if "bfloat16" in backend.dtypes and (backend.device != "cpu" or backend.bf16_speedup >= WORTHWHILE):
+        return [{"precision": "bf16_autocast"}, {"precision": "bf16"}]
+    if "float16" in backend.dtypes and backend.device != "cpu":
+        return [{"precision": "fp16_autocast"}]
+    raise NotApplicable(f"16-bit matmuls are not faster than fp32 on this {backend.name}")
+
+
+def _processes(now: Situation) -> list[Change]:
+    """Divide a step across several processes."""
+    plan, config = now.plan, now.config
+    if plan.world_size > 1:
+        raise NotApplicable(f"{plan.world_size} processes are used already")
+    if plan.engine != "torch":
+        raise NotApplicable("MLX uses one process on one device")
+    rows = config.batch_size * config.gradient_accumulation_steps
+    on_cpu = plan.backend.device == "cpu"
+    number = plan.machine.num_cores // CORES_EACH if on_cpu else len(plan.backend.devices)
+    number = max((n for n in range(1, number + 1) if rows % n == 0), default=1)
+    if number < 2:
+        raise NotApplicable(
+            f"{plan.machine.num_cores} cores are best used by one process"
+            if on_cpu
+            else "there is one device"
+        )
+    batch = min(config.batch_size, rows // number)
+    if rows % (batch * number):
+        raise NotApplicable(f"{rows} rows per step cannot be divided among {number} processes")
+    return [
+        {
+            "world_size": number,
+            "sharding_strategy": "ddp",
+            "batch_size": batch,
+            "gradient_accumulation_steps": rows // (batch * number),
+        }
+    ]
+
+
+# Name -> order, title, gain, promise, and the options to set, or the function that proposes them.
+_RUNGS: Mapping[str, tuple[int, str, Gain, LossPromise, Change | Callable[[Situation], list[Change]]]] = {
     "time_limits": (10, "timeouts that abort a hang", "safety", SameBits(), _TIMEOUTS),
     "data_loading": (20, "data loading", "speed", SameBits(), {}),
     "attention": (30, "fused attention", "speed", Within(bound=1e-2), {"use_flash_attention": True}),
+    "precision": (40, "16-bit arithmetic", "speed", AsGood(bound=0.02), _precision),
     "fast_layers": (45, "fast layers", "speed", Within(bound=1e-2), {"kernels": "fast"}),
     "compile": (47, "compiled blocks", "speed", Within(bound=1e-2), {"torch_compile": True}),
     "fp8_base": (47, "fp8 base", "speed", AsGood(bound=0.02), {"base_precision": "fp8"}),
+    "fused_optimizer": (50, "fused optimizer", "speed", Within(bound=1e-3), _fused_optimizer),
     "recomputation_off": (
         60,
         "no gradient checkpointing",
         "speed",
         Within(bound=1e-5),
         {_CHECKPOINTING: False},
+    ),
+    "packing": (70, "packing", "speed", AsGood(bound=0.1), _packing),
+    "larger_batch": (
+        80,
+        "larger micro-batches, same rows per step",
+        "speed",
+        Within(bound=1e-3),
+        _larger_batch,
     ),
     "gradient_checkpointing": (
         90,
@@ -53,6 +165,7 @@ _RUNGS: Mapping[str, tuple[int, str, Gain, LossPromise, Change]] = {
     "optimizer_8bit": (110, "8-bit optimizer", "memory", AsGood(bound=0.02), {"optimizer": "adamw_8bit"}),
     "cosine_latent_loss": (120, "cosine latent loss", "safety", _COSINE, {"latent_loss": "cosine"}),
     "replicas": (130, "replicas (DDP)", "speed", Within(bound=1e-5), _DDP),
+    "processes": (140, "several processes", "speed", Within(bound=1e-5), _processes),
     "checkpoint_rotation": (150, "checkpoint rotation", "safety", SameBits(), {"keep_last_n": 3}),
 }
 
@@ -125,7 +238,13 @@ def _why_not(name: str, now: Situation) -> str:
     return next((reason for reason, holds in reasons.get(name, {}).items() if holds), "")
 
 
-def _propose(name: str, change: Change) -> Callable[[Situation], list[Change]]:
+def _propose(
+    name: str, change: Change | Callable[[Situation], list[Change]]
+) -> Callable[[Situation], list[Change]]:
+    """Return the function that proposes the change of a row."""
+    if callable(change):
+        return change
+
     def propose(now: Situation) -> list[Change]:
         if reason := _why_not(name, now):
             raise NotApplicable(reason)

@@ -12,8 +12,7 @@ import numpy as np
 
 from crosstune.core.protocols import Array
 from crosstune.data.batches.token_batch import IGNORED, TokenBatch, number_answers
-from crosstune.mlx_engine.causal_loss import CausalLoss
-from crosstune.mlx_engine.embedding_noise import NOISE
+from crosstune.mlx_engine.causal_loss import NOISE, CausalLoss
 from crosstune.mlx_engine.load import check_stored, load_model
 from crosstune.mlx_engine.save_model import save_model
 from crosstune.mlx_engine.task import Arrays, BuildContext, Loss, MetricSums

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from crosstune.torch_engine.kernels import triton_fp8_adapters, triton_layers, triton_norms
+from crosstune.torch_engine.kernels import triton_fp8_adapters, triton_layers
 from crosstune.torch_engine.kernels.operations import (
     LINES_IN_TILE,
     NUM_PARTS,
@@ -41,7 +41,7 @@ def rms_norm(
     total = x if added is None else torch.empty_like(x)
     rstd = torch.empty(len(x), dtype=torch.float32, device=x.device)
     rows = _empty_rows(out, quantize)
-    triton_norms.rms_norm[(len(x),)](
+    triton_layers.rms_norm[(len(x),)](
         x,
         x if added is None else added.contiguous(),
         total,
@@ -62,7 +62,7 @@ def rms_norm(
 
 
 def rebuild_rms_norm(total: torch.Tensor, rstd: torch.Tensor, norm: Norm, out: torch.Tensor) -> torch.Tensor:
-    triton_norms.rebuild_rms_norm[(len(total),)](
+    triton_layers.rebuild_rms_norm[(len(total),)](
         total, rstd, norm.weight, out, out.stride(0), norm.offset, **_whole_row(total)
     )
     return out
@@ -78,7 +78,7 @@ def rms_norm_backward(
 ) -> torch.Tensor:
     gradient = _dense_rows(gradient)
     residual = None if residual is None else _dense_rows(residual)
-    triton_norms.rms_norm_backward[(len(total),)](
+    triton_layers.rms_norm_backward[(len(total),)](
         gradient,
         total,
         rstd,
@@ -223,7 +223,7 @@ def gate_backward(
 def quantize_rows(values: torch.Tensor, quantize: Quantize) -> Rows:
     values = _dense_rows(values)
     rows = _empty_rows(values, quantize)
-    triton_norms.quantize_rows[(len(values),)](
+    triton_layers.quantize_rows[(len(values),)](
         values,
         values if quantize.columns is None else quantize.columns,
         _packed(rows),
@@ -293,7 +293,7 @@ def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool, summed: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    triton_norms.cross_entropy[(len(logits),)](
+    triton_layers.cross_entropy[(len(logits),)](
         logits, targets, losses, logits.shape[1], BLOCK=4096, GRADIENT=gradient, num_warps=8
     )
     return losses.sum() if summed else losses, logits if gradient else None

@@ -28,16 +28,16 @@ from crosstune.models.adapter_choice import (
     name_saved,
     saved_modules,
 )
-from crosstune.torch_engine.loading.experts import (
+from crosstune.torch_engine.loading.weight_forms import (
     Routing,
     expert_stacks,
     expert_weights,
     grouped_product,
+    linear_layers,
     multiply,
     replace_stack,
     stack_shape,
 )
-from crosstune.torch_engine.loading.weight_forms import linear_layers
 from crosstune.torch_engine.quantized import (
     QuantLinear,
     dense_weight,

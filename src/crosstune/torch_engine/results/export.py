@@ -14,8 +14,7 @@ from torch import nn
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import copy_tokenizer
 from crosstune.models.adapter_files import load_adapter as read_adapter_files
-from crosstune.models.config_aliases import add_folder_aliases
-from crosstune.models.folder import PLAIN_STEM
+from crosstune.models.folder import PLAIN_STEM, add_folder_aliases
 from crosstune.models.weights import write_shards
 from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear, tied_parameters
 from crosstune.torch_engine.session.state import copy_rows

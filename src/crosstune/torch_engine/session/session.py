@@ -38,9 +38,16 @@ from crosstune.core.protocols import (
 from crosstune.core.weights import kept_moments
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import save_adapter
-from crosstune.torch_engine.device import clear_cache, evaluating, memory_errors, read_memory, reset_peak
+from crosstune.torch_engine.device import (
+    clear_cache,
+    compile_errors,
+    evaluating,
+    memory_errors,
+    read_memory,
+    reset_peak,
+    without_compiled,
+)
 from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear, name_targets
-from crosstune.torch_engine.loading.compile_blocks import compile_errors, without_compiled
 from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.session import state as states
@@ -242,7 +249,7 @@ class TorchSession:
         states.import_random(self.device, state.random)
 
     def import_weights(self, weights: Mapping[str, Array]) -> None:
-        free_gathered(self.model)  # of a pass before, by a task that tries out the model
+        free_gathered(self.model)  # from an earlier pass of a task that tries the model
         states.import_weights(self.masters, weights)
         self.masters.publish()
         for master, average in averages_of(self.optimizer).items():
@@ -300,7 +307,7 @@ class TorchSession:
     def _write_model(self, folder: Path | None) -> Path | None:
         """Write the whole model on the rank that has a folder; the others send it their shards."""
         masters, parameters = self.masters.masters, self.masters.parameters
-        if not sharded_modules(self.model):  # their parameters may be gathered, and then look whole
+        if not sharded_modules(self.model):  # gathered parameters of a sharded model would look whole
             if folder is not None:
                 self._write_tensors(folder, trained=masters)
             return folder

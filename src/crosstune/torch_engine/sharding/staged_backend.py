@@ -1,11 +1,13 @@
 """Run collectives on devices without a collective backend, such as MPS: through host memory, with gloo.
 
 The process group copies inputs to the host, runs gloo there, and copies results back when the caller waits. Host tensors
-are passed to gloo directly.
+are passed to gloo directly. FSDP2 also expects streams, device selection and copy kernels, which `prepare_mps` adds to
+torch.mps: its one Metal queue runs in order, so a stream only records events.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -233,3 +235,67 @@ def _timed(plain: Any, opts: Any) -> Any:
     if opts is not None:
         plain.timeout = opts.timeout
     return plain
+
+
+_KERNELS = {
+    "all_gather_copy_in": "all_gather_copy_in_cuda",
+    "split_with_sizes_copy": "split_with_sizes_copy",
+    "chunk_cat": "chunk_cat",
+}
+"""FSDP2's operators -> torch's implementations for every device."""
+_libraries: list[torch.library.Library] = []
+"""Keeps the registrations alive: they end with their library."""
+
+
+def prepare_mps() -> None:
+    """Make FSDP2 work with MPS tensors, given a process group that supports them. Idempotent."""
+    add_streams(torch.mps)
+    register_kernels("MPS")
+
+
+def add_streams(handle: Any) -> None:
+    """Add missing stream and device functions to the module of a device with one queue."""
+
+    class Stream:
+        """The one queue of the device."""
+
+        def __init__(self, priority: int = 0) -> None:
+            self.priority = priority
+
+        def wait_stream(self, awaited: Any) -> None:
+            """Do nothing: work runs in the order of submission."""
+
+        wait_event = wait_stream
+
+        def record_event(self, event: Any = None) -> Any:
+            """Return a recorded event, on which the host can wait."""
+            recorded = handle.Event() if event is None else event
+            recorded.record()
+            return recorded
+
+        def synchronize(self) -> None:
+            handle.synchronize()
+
+    queue = Stream()
+    additions = {
+        "Stream": Stream,
+        "stream": lambda stream: contextlib.nullcontext(stream),
+        "current_stream": lambda device=None: queue,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "is_initialized": lambda: True,
+    }
+    for name, value in additions.items():
+        if not hasattr(handle, name):
+            setattr(handle, name, value)
+
+
+def register_kernels(key: str) -> None:
+    """Register FSDP2's operators for a dispatch key that has none."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    for name, function in _KERNELS.items():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"fsdp::{name}", key):
+            library = torch.library.Library("fsdp", "IMPL", key)
+            library.impl(name, getattr(collectives, function))
+            _libraries.append(library)

@@ -6,8 +6,18 @@ import re
 from collections.abc import Iterator
 
 from crosstune.core.errors import EXIT_STOPPED, EXIT_USER_MUST_ACT, UserError
-from crosstune.distributed.jobs.job import Job, Started, fill, submit
-from crosstune.distributed.jobs.option import CPUS, MEMORY, PORT, RESTARTS, JobOption, matches
+from crosstune.distributed.jobs.job import (
+    CPUS,
+    MEMORY,
+    PORT,
+    RESTARTS,
+    Job,
+    JobOption,
+    Started,
+    fill,
+    matches,
+    submit,
+)
 
 _LABEL = matches(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "lower-case letters, digits and dashes")
 _NAME = matches(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "lower-case letters, digits, dashes and dots")

@@ -7,8 +7,18 @@ import shlex
 from pathlib import Path
 
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_MUST_ACT, UserError
-from crosstune.distributed.jobs.job import RANK_VARIABLES, Job, Started, fill, submit
-from crosstune.distributed.jobs.option import BEFORE, CPUS, MEMORY, JobOption, matches
+from crosstune.distributed.jobs.job import (
+    BEFORE,
+    CPUS,
+    MEMORY,
+    RANK_VARIABLES,
+    Job,
+    JobOption,
+    Started,
+    fill,
+    matches,
+    submit,
+)
 
 _WORD = matches(r"[^\s\"'\\#`$;]+", "a word without spaces, quotes, backslashes, and none of # ` $ ;")
 PARTITION = JobOption("partition", "NAME", "partition of the cluster", check=_WORD)

@@ -11,9 +11,18 @@ from pathlib import Path
 
 from crosstune.core.errors import EXIT_USER_MUST_ACT, UserError, raise_all, shown
 from crosstune.distributed.jobs.attached import AttachedProcess
-from crosstune.distributed.jobs.job import RANK_VARIABLES, Job, Started, answer_of
+from crosstune.distributed.jobs.job import (
+    BEFORE,
+    PORT,
+    RANK_VARIABLES,
+    RESTARTS,
+    Job,
+    JobOption,
+    Started,
+    answer_of,
+    matches,
+)
 from crosstune.distributed.jobs.nodes import LOST, run_nodes
-from crosstune.distributed.jobs.option import BEFORE, PORT, RESTARTS, JobOption, matches
 from crosstune.files.plain_files import UnreadableFile, read_plain_text
 
 HOSTS = JobOption(
