@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from crosstune.results.opened import check_base
 from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.results.verify import check_finite
 from crosstune.runs.open_parts import find_model, open_session
+
+_NAMED = 5
+"""Long prompts in an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +77,20 @@ class ChatModel:
     def encode(
         self, conversations: Sequence[Sequence[Message]], places: Sequence[str]
     ) -> list[tuple[int, ...]]:
-        """Tokenize conversations. If one fills the model's context, raise a UserError that names it by its entry in `places`."""
+        """Tokenize conversations. If some fill the model's context, raise a UserError with their entries in `places`."""
         found = [tuple(encode_prompt(messages, self.tokenizer)) for messages in conversations]
-        for place, tokens in zip(places, found, strict=True):
-            if self.max_tokens is not None and len(tokens) >= self.max_tokens:
-                raise UserError(
-                    f"{place} is too long for this model.",
-                    why=f"{len(tokens):,} tokens leave no room for an answer in its context of {self.max_tokens:,}.",
-                    do="shorten it (in a chat, /reset starts over), or use a model with a longer context",
-                )
+        most = self.max_tokens or math.inf
+        long = [number for number, tokens in enumerate(found) if len(tokens) >= most]
+        if long:
+            message = f"{places[long[0]]} is too long for this model."
+            if len(long) > 1:
+                named = "; ".join(places[number].rstrip(",") for number in long[:_NAMED])
+                message = f"{len(long):,} prompts are too long for this model: {named}{' ...' * (len(long) > _NAMED)}"
+            raise UserError(
+                message,
+                why=f"{len(found[long[0]]):,} tokens leave no room for an answer in its context of {most:,}.",
+                do="shorten it (in a chat, /reset starts over), or use a model with a longer context",
+            )
         return found
 
     def continue_tokens(

@@ -12,7 +12,7 @@ import numpy as np
 
 from crosstune.config.load import make_config
 from crosstune.config.schema import Config, option_list
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, shown
 from crosstune.core.events import Evaluating, EvaluationStarted, Observer, Warned
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.journal import Journal, file_stamps
@@ -41,6 +41,8 @@ from crosstune.runs.open_parts import find_model, open_session
 
 _BATCHES_AT_ONCE = 16
 """Batches whose verdicts are kept together; items are sorted by length within them."""
+_NAMED = 5
+"""Long items in a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +157,14 @@ def ask(
     judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Observer, *, journal: Journal
 ) -> list[Judgement]:
     """Judge the items that the journal lacks, add them to it, and show the progress."""
+    if long := judge.too_long(items):
+        names = ", ".join(shown(item.id) for item in long[:_NAMED]) + " ..." * (len(long) > _NAMED)
+        observer.on_event(
+            Warned(
+                message=f"{len(long)} of {len(items)} items exceed the model's context of {judge.max_tokens} tokens: "
+                f"{names}; they are not judged, and their verdicts count as unreadable"
+            )
+        )
     observer.on_event(EvaluationStarted(step=0, when="test"))
 
     def show(done: int, total: int) -> None:
@@ -167,15 +177,7 @@ def ask(
             judged = judge.judge(block, by=request.by, max_new_tokens=request.max_new_tokens, progress=show)
             check_verdicts(judged, request.target)
             journal.add(dataclasses.asdict(one) for one in judged)
-    found = [_read_judgement(row) for row in journal.rows]
-    if num_long := sum(one.too_long for one in found):
-        observer.on_event(
-            Warned(
-                message=f"{num_long} of {len(items)} items exceed the model's context of {judge.max_tokens} tokens: "
-                "they are not judged, and their verdicts count as unreadable"
-            )
-        )
-    return found
+    return [_read_judgement(row) for row in journal.rows]
 
 
 def check_verdicts(judged: Sequence[Judgement], name: str) -> None:
