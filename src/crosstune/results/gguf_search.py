@@ -35,8 +35,8 @@ _TOKENS = 1024
 _LOGIT_BYTES = 1 << 28
 _ROW_TOKENS = 256
 
-Write = Callable[[Path, str, Mapping[str, str] | None], None]
-"""Write a file: path, recipe, types that replace the recipe's."""
+Write = Callable[[Path, str, Mapping[str, str], Path | None], None]
+"""Write a file: path, recipe, types that replace the recipe's, a file with tensors to copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class Search:
     def _measure(
         self, recipe: str, lowered: Mapping[str, str], types: Mapping[str, str], sizes: Mapping[str, int]
     ) -> Trial:
-        self.write(self.tried, recipe, types)
+        self.write(self.tried, recipe, types, self.best if lowered else None)
         found = llama_cpp.ask(self.tried, prompts=self.rows).logits
         kl = measure_agreement(self.expected, found).mean_kl
         trial = Trial(recipe=recipe, lowered=lowered, types=types, sizes=sizes, kl=kl)
