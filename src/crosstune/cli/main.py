@@ -208,7 +208,7 @@ def _run(command: str, words: list[str]) -> int:
                 UserError(
                     f"crosstune {command} cannot write its files.",
                     why=f"the system reports {full!r}.",
-                    do=room_advice(full, "use a different disk; then run the same command again"),
+                    do=room_advice(full, "use a different disk"),
                 )
             )
         if not isinstance(error, OSError) or error.filename is None:
