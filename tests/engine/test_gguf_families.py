@@ -272,7 +272,9 @@ def test_types_are_those_of_the_snapshots_of_llama_cpp(facts: tuple[int, int, bo
         taken = sum(count for (name, _), count in special.items() if name == part and share == 1.0)
         wanted[part, other] = int(share * num_layers) - taken
     for part in parts:
-        wanted[part, main_type] += num_layers - sum(count for (name, _), count in wanted.items() if name == part)
+        wanted[part, main_type] += num_layers - sum(
+            count for (name, _), count in wanted.items() if name == part
+        )
     assert found == +wanted
     head = "token_embd.weight" if tied else "output.weight"
     assert recipe.type_of(head, (9, 1024)) == "Q6_K"

@@ -128,7 +128,9 @@ class Journal:
             raise UserError(
                 f"{self.path} cannot be written.",
                 why=f"{full or error.strerror}; {len(self.rows):,} rows are finished.",
-                do=room_advice(full, "make the folder writable; then run the same command again: it continues"),
+                do=room_advice(
+                    full, "make the folder writable; then run the same command again: it continues"
+                ),
             ) from error
 
 

@@ -110,9 +110,7 @@ class Judge:
         asked = [*items, *(swapped(item) for item in items)] if is_pair else items
         prompts = self.prompts(asked)
         longest = self._longest_prompt
-        fitting = [
-            place for place, prompt in enumerate(prompts) if longest is None or len(prompt) <= longest
-        ]
+        fitting = [place for place, prompt in enumerate(prompts) if longest is None or len(prompt) <= longest]
         chosen = [prompts[place] for place in fitting]
         if self.settings.head == "scalar":
             judged = self._judge_by_scalar(chosen, progress=progress)
@@ -175,9 +173,7 @@ class Judge:
         """Return the reward of each single answer, or the winner of each pair."""
         prompts = encode_answers(items, tokenizer=self.tokenizer)
         longest = self._longest_prompt
-        fitting = [
-            place for place, prompt in enumerate(prompts) if longest is None or len(prompt) <= longest
-        ]
+        fitting = [place for place, prompt in enumerate(prompts) if longest is None or len(prompt) <= longest]
         rewards: dict[int, float] = {}
         parts = engine_parts(self.session.plan.engine)
         for _, places in self._batches(prompts, [fitting], progress):
