@@ -108,6 +108,12 @@ def test_a_prompt_longer_than_the_context_is_refused(
     assert "prompts.txt, line 3, is too long" in said and "context of 64" in said
     assert "skipped 1 empty line" in said
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
+    Path("prompts.txt").write_text(f"Hello\n{long}\nHello\n{long}\n")
+    assert main([*words, "--prompt_file", "prompts.txt"]) == 2
+    assert (
+        "2 prompts are too long for this model: prompts.txt, line 2; prompts.txt, line 4"
+        in capsys.readouterr().err
+    )
     assert main([*words, "--prompt", long]) == 2
     assert "The prompt is too long" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", io.StringIO(f"hello\n{long}\n/save chat.jsonl\n"))

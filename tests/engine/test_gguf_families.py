@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import re
 from pathlib import Path
@@ -204,18 +205,16 @@ def test_ollama_gets_a_modelfile(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
 
 
-@pytest.mark.parametrize("bad", ["nan", "huge"])
-def test_weights_that_a_type_cannot_hold(bad: str) -> None:
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e6])
+def test_weights_that_a_type_cannot_hold(bad: float) -> None:
     values = np.zeros((4, 256), np.float32)
     values[2] = 3.0  # constant and zero rows are fine
     for kind in ("F16", "Q8_0", "Q4_0", "Q4_K", "Q3_K", "IQ4_XS", "Q6_K"):
         found = decode(gguf_types.encode(values, kind, name="x"), kind)
         np.testing.assert_allclose(found, values, rtol=0.02)
         broken = values.copy()
-        broken[1, 7] = np.nan if bad == "nan" else 1e6
-        with pytest.raises(
-            UserError, match="NaN or infinite" if bad == "nan" else "beyond the range of fp16"
-        ):
+        broken[1, 7] = bad
+        with pytest.raises(UserError, match="beyond the range of fp16" if bad == 1e6 else "NaN or infinite"):
             gguf_types.encode(broken, kind, name="x")
 
 
@@ -237,6 +236,62 @@ def test_the_recipe_is_that_of_llama_cpp() -> None:
     assert few.type_of("blk.9.attn_output.weight", (9, 512)) == "Q4_K"
     eight = gguf_types.Recipe(kind="q4_k_m", num_layers=32, num_groups=4, num_experts=8)
     assert eight.type_of("blk.9.attn_k.weight", (9, 512)) == "Q8_0"
+
+
+_Q3 = {("attn_output", "Q4_K"): 1.0, ("attn_v", "Q4_K"): 1.0, ("ffn_down", "Q4_K"): 1.0}
+_HALF = {("attn_v", "Q6_K"): 0.5, ("ffn_down", "Q6_K"): 0.5}
+SNAPSHOTS = {
+    (28, 2, False): {"q3_k_m": ({("attn_v", "Q5_K"): 2, ("ffn_down", "Q5_K"): 1}, _Q3), "iq4_xs": ({("ffn_down", "Q5_K"): 3}, {})},
+    (34, 2, True): {"q3_k_m": ({("attn_v", "Q5_K"): 2, ("ffn_down", "Q5_K"): 2}, _Q3), "iq4_xs": ({("ffn_down", "Q5_K"): 4}, {})},
+    (80, 8, False): {
+        "q3_k_m": ({("attn_v", "Q5_K"): 80, ("ffn_down", "Q5_K"): 5}, _Q3),
+        "q4_k_m": ({("attn_v", "Q5_K"): 40}, _HALF),
+        "iq4_xs": ({("attn_v", "Q5_K"): 80, ("ffn_down", "Q5_K"): 10}, {}),
+    },
+}  # fmt: skip
+"""Layers, heads per key, tied embeddings -> type -> the number of tensors that differ from its main type; then, for those
+that fill the rest, their share. Counted in llama.cpp's own snapshots (tests/snapshots, August 2026) of Qwen3 0.6B, Gemma 3
+4B and Llama 3.1 70B."""
+
+
+@pytest.mark.parametrize("kind", ["q3_k_m", "q4_k_m", "q5_k_m", "q6_k", "iq4_xs"])
+@pytest.mark.parametrize("facts", SNAPSHOTS)
+def test_types_are_those_of_the_snapshots_of_llama_cpp(facts: tuple[int, int, bool], kind: str) -> None:
+    num_layers, num_groups, tied = facts
+    recipe = gguf_types.Recipe(kind=kind, num_layers=num_layers, num_groups=num_groups, tied=tied)
+    parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_gate", "ffn_down")
+    main_type = gguf_types.RECIPES[kind]
+    found = collections.Counter(
+        (part, recipe.type_of(f"blk.{layer}.{part}.weight", (9, 1024)))
+        for layer in range(num_layers)
+        for part in parts
+    )
+    special, rest = SNAPSHOTS[facts].get(kind, ({}, _HALF if kind in ("q4_k_m", "q5_k_m") else {}))
+    wanted = collections.Counter(special)
+    for (part, other), share in rest.items():
+        taken = sum(count for (name, _), count in special.items() if name == part and share == 1.0)
+        wanted[part, other] = int(share * num_layers) - taken
+    for part in parts:
+        wanted[part, main_type] += num_layers - sum(
+            count for (name, _), count in wanted.items() if name == part
+        )
+    assert found == +wanted
+    head = "token_embd.weight" if tied else "output.weight"
+    assert recipe.type_of(head, (9, 1024)) == "Q6_K"
+    assert tied or recipe.type_of("token_embd.weight", (9, 1024)) == main_type
+
+
+def test_types_for_rows_that_256_does_not_divide_are_quantized_as_in_llama_cpp() -> None:
+    """SmolLM2 has rows of 576 weights."""
+    values = np.random.default_rng(0).standard_normal((32, 576)).astype(np.float32)
+    for kind, fallback in (("q4_k_m", "Q5_0"), ("q5_k_m", "Q5_1"), ("q6_k", "Q8_0"), ("q3_k_m", "Q4_0")):
+        recipe = gguf_types.Recipe(kind=kind, num_layers=30, num_groups=3, tied=True)
+        assert recipe.type_of("blk.9.ffn_up.weight", (9, 576)) == fallback
+        assert recipe.type_of("token_embd.weight", (9, 576)) == "Q8_0"
+        number = gguf.GGMLQuantizationType[fallback]
+        ours = gguf_types.encode(values, fallback, name="x")
+        theirs = llama_cpp.quantize_rows(values, number, gguf_types.size_of(fallback, values.shape[-1:]))
+        np.testing.assert_allclose(decode(ours, fallback), decode(theirs, fallback), atol=1e-6)
 
 
 def test_the_page_adds_a_family(

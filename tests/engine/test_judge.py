@@ -202,7 +202,10 @@ def test_a_prompt_beyond_the_context_is_not_judged_and_counted(opened: Opened, b
         request = JudgeRequest(target="x", by=by, max_new_tokens=2)
         found = ask(short, asked, request, observer, journal=journal)
     assert [one.too_long for one in found] == [False, True, False] and not found[1].is_parsed
-    assert "1 of 3 items exceed the model's context" in seen[-1].message
+    assert (
+        f"1 of 3 items exceed the model's context of {longest + 1} tokens: '{asked[1].id}';"
+        in seen[0].message
+    )
     if by == "probabilities":
         whole = judge.judge(asked)
         assert [found[0].score, found[2].score] == pytest.approx([whole[0].score, whole[2].score], abs=1e-5)

@@ -182,7 +182,7 @@ def test_a_used_port_is_said_before_anything_is_loaded(
     assert f"Cannot listen on 127.0.0.1, port {port}" in said and "--port" in said
 
 
-def test_sigterm_ends_everything_and_the_export_is_kept(served: Served) -> None:
+def test_sigterm_ends_everything_and_an_intact_export_is_kept(served: Served) -> None:
     children = psutil.Process(served.program.pid).children(recursive=True)
     cache = served.run.parent / "cache" / "models"
     exports = {path: path.stat().st_ino for path in cache.glob("*-gguf-*/model.gguf")}
@@ -193,9 +193,13 @@ def test_sigterm_ends_everything_and_the_export_is_kept(served: Served) -> None:
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", int(served.url.rpartition(":")[2]))) != 0
+    damaged, kept = sorted(exports)
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     again = start(served.run, served.model, served.variables)
     try:
-        assert {path: path.stat().st_ino for path in cache.glob("*-gguf-*/model.gguf")} == exports
+        assert kept.stat().st_ino == exports[kept]
+        assert damaged.read_bytes() == data, "a damaged export is made again"
         assert again.stream(PROMPTS[0])
         orphans = psutil.Process(again.program.pid).children(recursive=True)
     finally:

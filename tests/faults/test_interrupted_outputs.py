@@ -64,7 +64,7 @@ def test_a_disk_that_fills_leaves_nothing(
         with file_limit(num_bytes * tenth // 10):
             assert main(words) == 2
         said = capsys.readouterr().err
-        assert "disk space" in said or (command is PUSH and "limit was reached" in said), said
+        assert "disk space" in said or (command is PUSH and "File too large" in said), said
         assert "do:" in said and "Traceback" not in said and "/." not in said, said
         assert list(tmp_path.iterdir()) == []
     assert main(words) == 0

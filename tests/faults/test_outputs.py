@@ -42,6 +42,7 @@ FILES = {
 }
 FOLDERS = {
     "judge data": ["judge", "data", "no-data.jsonl", "--split_to"],
+    "judge eval": ["judge", "eval", "no-run", "--dataset", "no-data.jsonl", "--out"],
     "latents build": ["latents", "build", "grammar", "--out"],
     "merge": ["merge", "no-run", "--out"],
     "export": ["export", "no-run", "--to", "hf", "--out"],
@@ -186,7 +187,8 @@ def test_a_regular_file_is_replaced_with_its_mode_and_through_its_link(tmp_path:
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
     with file_limit(1), pytest.raises(UserError, match="cannot be written") as caught:
         write_output(link, b"newer")
-    assert "full or a limit" in caught.value.why and str(link) in caught.value.message
+    assert "File too large" in caught.value.why and str(link) in caught.value.message
+    assert "ulimit -f" in caught.value.do and "free some space" not in caught.value.do
     assert target.read_text() == "new" and [path.name for path in target.parent.iterdir()] == ["out"]
 
 
@@ -207,7 +209,7 @@ def test_pipes_and_devices_are_written_into(tmp_path: Path) -> None:
     if full.exists():
         kind = full.stat().st_rdev
         check_output(full, option="out")
-        with pytest.raises(UserError, match="/dev/full cannot be written"):
+        with pytest.raises(UserError, match=r"/dev/full cannot be written(.|\n)*free some space"):
             write_output(full, data)
         assert stat.S_ISCHR(full.stat().st_mode) and full.stat().st_rdev == kind
     write_output(Path("/dev/null"), data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import http.server
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -44,6 +45,20 @@ def test_a_web_page_needs_a_key(key: str) -> None:
         if key:
             for wrong in ("", "Bearer ", "Bearer ключ", KEY):
                 assert status(router, Authorization=wrong) == (503 if wrong == KEY else 401)
+        router.shutdown()
+
+
+def test_a_rebound_name_is_not_the_servers_own_page() -> None:
+    """A server for the network, without a key: programs may call it by any name, pages only by one that DNS cannot change."""
+    with Router("127.0.0.1", 0) as router:
+        router.only_loopback = False
+        router.start()
+        own = socket.gethostname()
+        for host in ("192.168.1.5", "[fe80::1]", own):
+            assert status(router, Host=f"{host}:8000", Origin=f"http://{host}:8000") == 503
+        assert status(router, Host="models.internal") == 503
+        assert status(router, Host="evil.example", Origin="http://evil.example") == 403
+        assert status(router, Host="192.168.1.5", Origin="http://192.168.1.6") == 403
         router.shutdown()
 
 

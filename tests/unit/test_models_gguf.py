@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.files.safetensors_header import read_header
+from crosstune.models import gguf_metadata, gguf_types
 from crosstune.models.locate import locate, shape
 from crosstune.models.tiny import tiny_model
 from crosstune.models.weights import bfloat16_bits
@@ -214,6 +215,13 @@ def test_a_file_cut_short_or_of_another_kind(tmp_path: Path, original: Path) -> 
     for data in (whole[:-1000], whole[:5000], whole[:10], b"", b"PK\3\4" * 100):
         path.write_bytes(data)
         assert "is not a complete GGUF file" in refused(path, tmp_path)
+
+
+def test_the_sizes_of_blocks_are_those_of_the_gguf_package() -> None:
+    sizes = {kind.value: size for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    assert {kind: sizes[kind] for kind in gguf_metadata._TENSORS} == gguf_metadata._TENSORS
+    written = {gguf.GGMLQuantizationType[kind].value for kind in gguf_types.RECIPES.values()}
+    assert written <= gguf_metadata._TENSORS.keys()
 
 
 def test_bfloat16_rounds_to_nearest_even() -> None:

@@ -19,11 +19,13 @@ from crosstune.files.json_fields import NOTHING, OBJECT, TEXT, map_of, real, who
 from crosstune.files.json_files import parse_json, read_json
 from crosstune.files.plain_files import (
     UnreadableFile,
+    disk_full_reason,
     file_sha256,
     free_space,
     is_file_name,
     open_plain,
     readable_bytes,
+    room_advice,
 )
 
 SUFFIX = ".crosstune.tar"
@@ -74,7 +76,7 @@ def write_archive(path: Path, members: Mapping[str, Path], note: Mapping[str, An
         raise UserError(
             f"The archive {path} could not be written.",
             why=f"{error.strerror or error}.",
-            do="free space, or choose a different --out",
+            do=room_advice(disk_full_reason(error), "choose a different --out"),
         ) from error
     return path.stat().st_size
 

@@ -24,7 +24,7 @@ from crosstune.core.errors import (
 from crosstune.core.names import unknown_name
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.files.paths import check_home
-from crosstune.files.plain_files import disk_full_reason
+from crosstune.files.plain_files import disk_full_reason, room_advice
 from crosstune.process.this_process import end_at_once, may_hang
 
 COMMANDS = {
@@ -209,8 +209,8 @@ def _run(command: str, words: list[str]) -> int:
             return _report(
                 UserError(
                     f"crosstune {command} cannot write its files.",
-                    why=f"the disk is full or a limit was reached ({full}).",
-                    do="free some space, then run the same command again",
+                    why=f"the system reports {full!r}.",
+                    do=room_advice(full, "use a different disk"),
                 )
             )
         if not isinstance(error, OSError) or error.filename is None:

@@ -15,7 +15,7 @@ from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import set_aside
 from crosstune.files.json_files import parse_json, to_json
 from crosstune.files.outputs import is_stream
-from crosstune.files.plain_files import MissingFile, disk_full_reason, open_plain
+from crosstune.files.plain_files import MissingFile, disk_full_reason, open_plain, room_advice
 
 SUFFIX = ".partial"
 
@@ -124,10 +124,13 @@ class Journal:
             self._file.write(b"".join(map(_write_line, rows)))
             self._file.flush()
         except OSError as error:
+            full = disk_full_reason(error)
             raise UserError(
                 f"{self.path} cannot be written.",
-                why=f"{disk_full_reason(error) or error.strerror}; {len(self.rows):,} rows are finished.",
-                do="free space, then run the same command again: it continues",
+                why=f"{full or error.strerror}; {len(self.rows):,} rows are finished.",
+                do=room_advice(
+                    full, "make the folder writable; then run the same command again: it continues"
+                ),
             ) from error
 
 

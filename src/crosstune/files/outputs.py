@@ -18,10 +18,10 @@ from pathlib import Path
 
 from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import remove_abandoned, staged_file, staging_path
-from crosstune.files.plain_files import disk_full_reason, kind_of
+from crosstune.files.plain_files import disk_full_reason, kind_of, room_advice
 from crosstune.files.run_record import owning_run
 
-_DIFFERENT = "free space, or choose a different file"
+_DIFFERENT = "choose a different file"
 _MARKED_BYTES = 4096
 _STREAMS = {"stdout": 1, "stderr": 2}
 _OPEN_FILE = re.compile(r"/dev/(stdout|stderr)|/(?:dev|proc/self)/fd/([0-9]{1,9})")
@@ -176,7 +176,5 @@ def _reporting(path: Path, *, do: str) -> Iterator[None]:
         full = disk_full_reason(error)
         if full is None and not isinstance(error, OSError):
             raise
-        why = (
-            f"the disk is full or a limit was reached ({full})" if full else getattr(error, "strerror", None)
-        )
-        raise UserError(f"{path} cannot be written.", why=f"{why or error}.", do=do) from error
+        why = full or getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be written.", why=f"{why}.", do=room_advice(full, do)) from error

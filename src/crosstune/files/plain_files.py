@@ -157,6 +157,13 @@ def disk_full_reason(error: BaseException | None) -> str | None:
     return None
 
 
+def room_advice(full: str | None, other: str) -> str:
+    """Return what to do about a failed write with the `disk_full_reason` `full`: free space only if that helps."""
+    if full == os.strerror(errno.EFBIG):
+        return f"raise the limit on the size of a file (ulimit -f), or {other}"
+    return other if full is None else f"free some space, or {other}"
+
+
 def readable_bytes(count: int) -> str:
     """Format a size for display."""
     if count >= 10e9:

@@ -26,21 +26,12 @@ _STRING, _ARRAY = 8, 9
 _ITEMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Type of a number -> its letter in `struct`."""
 _TENSORS = {
-    0: (1, 4),
-    1: (1, 2),
-    30: (1, 2),
-    2: (32, 18),
-    3: (32, 20),
-    6: (32, 22),
-    7: (32, 24),
-    8: (32, 34),
-    10: (256, 84),
-    11: (256, 110),
-    12: (256, 144),
-    13: (256, 176),
-    14: (256, 210),
-}
-"""Type of a tensor -> the weights and bytes of a block: F32, F16 and BF16; Q4_0 to Q8_0; Q2_K to Q6_K."""
+    0: (1, 4), 1: (1, 2), 30: (1, 2),
+    2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34),
+    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210),
+    20: (32, 18), 23: (256, 136),
+}  # fmt: skip
+"""Type of a tensor -> the weights and bytes of a block: F32, F16 and BF16; Q4_0 to Q8_0; Q2_K to Q6_K; IQ4_NL and IQ4_XS."""
 _COUNT_LIMIT = 65_536
 _ENTRIES_LIMIT = 4_000_000
 """Limit for all arrays together; the gguf package makes an object for each entry."""

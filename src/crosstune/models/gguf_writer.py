@@ -44,13 +44,15 @@ def write_gguf(
     kind: str,
     importance: Importance | None = None,
     types: Mapping[str, str] | None = None,
+    similar: Path | None = None,
     progress: Progress = silent,
 ) -> None:
-    """Write the model of a plain folder as one GGUF file of type `kind`; `types` replaces its recipe."""
+    """Write the model of a plain folder as one GGUF file of type `kind`; `types` replaces its recipe. Tensors of the same
+    type are copied from `similar`, a file of this model with the same `importance`."""
     require_gguf(str(path))
     if kind in GGUF_RECIPES or importance is not None:
         llama_cpp.require_llama_cpp(f"Cannot write {path.name} with {kind} weights.")
-    from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
+    from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType
 
     family, config, tensors = open_folder(folder)
     writer = GGUFWriter(path, family.arch)
@@ -72,11 +74,16 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     total, done = sum(sizes.values()), 0
+    stored = {} if similar is None else {tensor.name: tensor for tensor in GGUFReader(similar).tensors}
     for tensor in tensors:
-        weights = None if importance is None else importance.get(tensor.name)
-        writer.write_tensor_data(
-            encode(tensor.read(), types[tensor.name], name=tensor.name, importance=weights)
-        )
+        found = stored.get(tensor.name)
+        if found is not None and found.tensor_type.name == types[tensor.name]:
+            writer.write_tensor_data(found.data)
+        else:
+            weights = None if importance is None else importance.get(tensor.name)
+            writer.write_tensor_data(
+                encode(tensor.read(), types[tensor.name], name=tensor.name, importance=weights)
+            )
         done += sizes[tensor.name]
         progress("write", done, total)
     writer.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import put_new, remove_abandoned, staging_folder
 from crosstune.files.outputs import check_output_folder, check_output_name
 from crosstune.files.paths import CACHE_VARIABLE
-from crosstune.files.plain_files import disk_full_reason, free_space, readable_bytes
+from crosstune.files.plain_files import disk_full_reason, free_space, readable_bytes, room_advice
 from crosstune.models.file_hashes import write_checksums
 
 LARGER_CACHE = f"set the environment variable {CACHE_VARIABLE} to a folder on a larger disk"
@@ -36,12 +38,12 @@ class DiskFullError(UserError):
         self, folder: Path, need_bytes: int, *, larger: str = LARGER_CACHE, cause: str | None = None
     ) -> None:
         self.cause = cause
-        reason = f"the disk is full or a limit was reached ({cause}); " if cause else ""
+        reason = f"the system reports {cause!r}; " if cause else ""
         free = readable_bytes(free_space(folder))
         super().__init__(
             f"There is not enough disk space for the model in {folder}.",
             why=f"{reason}it needs about {readable_bytes(need_bytes)}, and {free} are free.",
-            do=f"free some space, or {larger}",
+            do=room_advice(cause or os.strerror(errno.ENOSPC), larger),
         )
 
 

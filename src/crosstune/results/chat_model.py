@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from crosstune.planner.gather import make_plan, plan_over_quantized
 from crosstune.recipes.judge.verdicts import read_judge_settings
 from crosstune.runs.open_parts import find_model, open_session
 from crosstune.runs.trained_folder import Trained, check_base, find_trained
+
+_NAMED = 5
+"""Long prompts in an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +76,20 @@ class ChatModel:
     def encode(
         self, conversations: Sequence[Sequence[Message]], places: Sequence[str]
     ) -> list[tuple[int, ...]]:
-        """Tokenize conversations. If one fills the model's context, raise a UserError that names it by its entry in `places`."""
+        """Tokenize conversations. If some fill the model's context, raise a UserError with their entries in `places`."""
         found = [tuple(encode_prompt(messages, self.tokenizer)) for messages in conversations]
-        for place, tokens in zip(places, found, strict=True):
-            if self.max_tokens is not None and len(tokens) >= self.max_tokens:
-                raise UserError(
-                    f"{place} is too long for this model.",
-                    why=f"{len(tokens):,} tokens leave no room for an answer in its context of {self.max_tokens:,}.",
-                    do="shorten it (in a chat, /reset starts over), or use a model with a longer context",
-                )
+        most = self.max_tokens or math.inf
+        long = [number for number, tokens in enumerate(found) if len(tokens) >= most]
+        if long:
+            message = f"{places[long[0]]} is too long for this model."
+            if len(long) > 1:
+                named = "; ".join(places[number].rstrip(",") for number in long[:_NAMED])
+                message = f"{len(long):,} prompts are too long for this model: {named}{' ...' * (len(long) > _NAMED)}"
+            raise UserError(
+                message,
+                why=f"{len(found[long[0]]):,} tokens leave no room for an answer in its context of {most:,}.",
+                do="shorten it (in a chat, /reset starts over), or use a model with a longer context",
+            )
         return found
 
     def continue_tokens(

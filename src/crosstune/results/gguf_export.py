@@ -63,8 +63,8 @@ def write_model(
         _write(source.folder, file, kind, title or name, observer, importance)
     else:
 
-        def write(path: Path, kind: str, types: Mapping[str, str] | None) -> None:
-            _write(source.folder, path, kind, f"{kind}, to measure", observer, importance, types)
+        def write(path: Path, kind: str, types: Mapping[str, str], similar: Path | None) -> None:
+            _write(source.folder, path, kind, f"{kind}, to measure", observer, importance, types, similar)
 
         search = Search(source.folder, opened, rows.held_out, write, stage.scratch)
         chosen, trials = search.run(plain=plain, max_kl=max_kl, weighted=weighted)
@@ -214,6 +214,7 @@ def _write(
     observer: Observer,
     importance: Importance | None = None,
     types: Mapping[str, str] | None = None,
+    similar: Path | None = None,
 ) -> None:
     show = show_bytes(observer, "write", title)
     write_gguf(
@@ -222,6 +223,7 @@ def _write(
         kind=kind,
         importance=importance,
         types=types,
+        similar=similar,
         progress=lambda _, done, total: show(done, total or 0),
     )
 

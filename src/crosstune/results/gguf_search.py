@@ -5,7 +5,6 @@ Every file on the way is written and measured in llama.cpp, so the choice does n
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,15 +27,15 @@ _GROUPS = {
     "feed-forward down": r"ffn_down",
     "embeddings": r"^(token_embd|output)\.",
 }
-_LEVELS = 2
-"""Smaller recipes whose types are tried for groups."""
+_LEVELS = 3
+"""Recipes above the bound in a row after which smaller ones are not tried; their types are tried for groups."""
 _MOST_TRIALS = 20
 _TOKENS = 1024
 _LOGIT_BYTES = 1 << 28
 _ROW_TOKENS = 256
 
-Write = Callable[[Path, str, Mapping[str, str] | None], None]
-"""Write a file: path, recipe, types that replace the recipe's."""
+Write = Callable[[Path, str, Mapping[str, str], Path | None], None]
+"""Write a file: path, recipe, types that replace the recipe's, a file with tensors to copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,29 +82,34 @@ class Search:
         self.trials: list[Trial] = []
 
     def run(self, *, plain: str, max_kl: float, weighted: bool) -> tuple[Trial, list[Trial]]:
-        """Return the chosen file and all files measured. Recipes are tried from the smallest; then groups of layers get
-        the types of smaller recipes, and keep them if the file stays within the bound."""
-        plans = {kind: plan_types(self.folder, kind, weighted=weighted) for kind in (*_RECIPES, plain)}
-        order = sorted(plans, key=lambda kind: sum(plans[kind][1].values()))
-        for kind in order:
-            types, sizes = plans[kind]
-            if self.trials and types == self.trials[-1].types:
+        """Return the chosen file and all files measured. Recipes are tried from the largest, as the smallest take longest to
+        write; then groups of layers get the types of smaller recipes, and keep them if the file stays within the bound."""
+        plans = {kind: plan_types(self.folder, kind, weighted=weighted) for kind in _RECIPES}
+        chosen, smaller = None, list[Trial]()
+        for kind in sorted(plans, key=lambda kind: sum(plans[kind][1].values()), reverse=True):
+            if any(plans[kind][0] == trial.types for trial in self.trials):
                 continue  # rows that 256 does not divide give some recipes the same types
-            chosen = self._measure(kind, {}, types, sizes)
-            if chosen.kl <= max_kl:
+            trial = self._measure(kind, {}, *plans[kind])
+            if trial.kl <= max_kl:
+                self.tried.replace(self.best)
+                chosen, smaller = trial, []
+            else:
+                smaller.append(trial)
+            if len(smaller) == _LEVELS:
                 break
-        else:
+        if chosen is None:
+            chosen = self._measure(plain, {}, *plan_types(self.folder, plain))
+            self.tried.replace(self.best)
+        if chosen.kl > max_kl:
             least = min(trial.kl for trial in self.trials)
             raise UserError(
                 REQUEST,
                 why=f"even {plain} has a KL divergence of {least:.2g} from the trained model in llama.cpp, above {max_kl:g}.",
                 do=f"use --max_kl {2 * least:.1g}, or choose a type with --gguf_type",
             )
-        self.tried.replace(self.best)
-        *smaller, chosen = self.trials
-        better = [trial for number, trial in enumerate(smaller) if trial.kl < _least_kl(smaller[:number])]
-        for trial in better[: -_LEVELS - 1 : -1]:
-            chosen = self._lower_groups(chosen, trial, max_kl)
+        for number, trial in enumerate(smaller):
+            if all(trial.kl < other.kl for other in smaller[number + 1 :]):  # else a smaller file is better
+                chosen = self._lower_groups(chosen, trial, max_kl)
         return chosen, self.trials
 
     def _lower_groups(self, chosen: Trial, recipe: Trial, max_kl: float) -> Trial:
@@ -149,16 +153,12 @@ class Search:
     def _measure(
         self, recipe: str, lowered: Mapping[str, str], types: Mapping[str, str], sizes: Mapping[str, int]
     ) -> Trial:
-        self.write(self.tried, recipe, types)
+        self.write(self.tried, recipe, types, self.best if lowered else None)
         found = llama_cpp.ask(self.tried, prompts=self.rows).logits
         kl = measure_agreement(self.expected, found).mean_kl
         trial = Trial(recipe=recipe, lowered=lowered, types=types, sizes=sizes, kl=kl)
         self.trials.append(trial)
         return trial
-
-
-def _least_kl(trials: Sequence[Trial]) -> float:
-    return min((trial.kl for trial in trials), default=math.inf)
 
 
 def _bounded(rows: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.schema import Config
+from crosstune.core.errors import shown
 from crosstune.core.events import Evaluating, EvaluationStarted, Observer, Warned
 from crosstune.files.journal import Journal, file_stamps
 from crosstune.files.json_files import write_json
@@ -30,6 +31,8 @@ from crosstune.runs.judges import JudgeRequest, check_verdicts, find_judge, open
 
 _BATCHES_AT_ONCE = 16
 """Batches whose verdicts are kept together; items are sorted by length within them."""
+_NAMED = 5
+"""Long items in a warning."""
 
 
 def backend_for_test(config: Config, trained_on: str) -> str:
@@ -66,6 +69,14 @@ def ask(
     judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Observer, *, journal: Journal
 ) -> list[Judgement]:
     """Judge the items that the journal lacks, add them to it, and show the progress."""
+    if long := judge.too_long(items):
+        names = ", ".join(shown(item.id) for item in long[:_NAMED]) + " ..." * (len(long) > _NAMED)
+        observer.on_event(
+            Warned(
+                message=f"{len(long)} of {len(items)} items exceed the model's context of {judge.max_tokens} tokens: "
+                f"{names}; they are not judged, and their verdicts count as unreadable"
+            )
+        )
     observer.on_event(EvaluationStarted(step=0, when="test"))
 
     def show(done: int, total: int) -> None:
@@ -78,15 +89,7 @@ def ask(
             judged = judge.judge(block, by=request.by, max_new_tokens=request.max_new_tokens, progress=show)
             check_verdicts(judged, request.target)
             journal.add(dataclasses.asdict(one) for one in judged)
-    found = [_read_judgement(row) for row in journal.rows]
-    if num_long := sum(one.too_long for one in found):
-        observer.on_event(
-            Warned(
-                message=f"{num_long} of {len(items)} items exceed the model's context of {judge.max_tokens} tokens: "
-                "they are not judged, and their verdicts count as unreadable"
-            )
-        )
-    return found
+    return [_read_judgement(row) for row in journal.rows]
 
 
 def _read_judgement(row: Mapping[str, Any]) -> Judgement:

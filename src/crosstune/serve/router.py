@@ -9,6 +9,7 @@ import contextlib
 import hmac
 import http.client
 import http.server
+import ipaddress
 import json
 import re
 import selectors
@@ -146,7 +147,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         ):  # headers are decoded as latin-1
             self._refuse(401, "The API key is missing or wrong.")
             return False
-        if not key and origin is not None and _host_of(origin) not in (host, *LOOPBACK_NAMES):
+        if not key and origin is not None and not _is_own_page(_host_of(origin), host):
             self._refuse(403, "Web pages need a key: start the server with --api_key KEY.")
             return False
         return True
@@ -241,6 +242,18 @@ def _host_of(url: str) -> str | None:
         return urllib.parse.urlsplit(url).hostname
     except ValueError:
         return None
+
+
+def _is_own_page(origin: str | None, host: str | None) -> bool:
+    """Check that a page is from this machine, or from the address it asks. Its name could have been rebound, an IP address
+    or the machine's own name could not."""
+    if origin in LOOPBACK_NAMES:
+        return True
+    if origin is None or origin != host:
+        return False
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(origin))
+    return origin == socket.gethostname().lower()
 
 
 def _readable(*sockets: socket.socket) -> list[Any]:

@@ -137,6 +137,10 @@ def _eval(own: argparse.Namespace, config: Config) -> int:
         return _evaluate_file(own, config)
     if own.target is None:
         raise UserError("judge eval needs a judge.", do="crosstune judge eval RUN, or --predictions FILE")
+    from crosstune.files.outputs import check_output_folder
+
+    if own.out is not None:  # before the data is read
+        check_output_folder(own.out, option="out")
     announce_command("judge eval", own.target, "importing the engine")
     from crosstune.runs.judges import run_config
 

@@ -15,6 +15,7 @@ from typing import Any
 from crosstune.core.errors import UserError
 from crosstune.data.tokens.encode import cache_folder
 from crosstune.files.atomic_files import put_in_place, staging_folder
+from crosstune.files.plain_files import disk_full_reason, room_advice
 
 _NAME_CHARS = 16
 _SHAPES = (
@@ -41,7 +42,7 @@ def write_in_memory(data: object, *, option: str, cache: Path | None) -> Path:
         raise UserError(
             f"The rows of {option} cannot be written to {root}.",
             why=str(error),
-            do="free some space, or set CROSSTUNE_CACHE to a folder on a larger disk",
+            do=room_advice(disk_full_reason(error), "set CROSSTUNE_CACHE to a folder that can be written"),
         ) from error
 
 

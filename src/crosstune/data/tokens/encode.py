@@ -45,7 +45,7 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.atomic_files import clear_leftovers, put_in_place, staging_folder
 from crosstune.files.json_files import read_object, write_json
 from crosstune.files.paths import cache_base
-from crosstune.files.plain_files import NO_ROOM, UnreadableFile
+from crosstune.files.plain_files import NO_ROOM, UnreadableFile, disk_full_reason, room_advice
 
 OnProgress = Callable[[int, int, int], None]
 """Receives the bytes read, the total bytes, and the number of examples so far."""
@@ -338,7 +338,7 @@ def _cached_store(
         raise UserError(
             f"The tokens of {source.name} cannot be cached in {root}.",
             why=f"{error.strerror}; they need about {source.size_bytes * 3 // 2 >> 20:,} MiB.",
-            do="free some space, or set CROSSTUNE_CACHE to a folder on a larger disk",
+            do=room_advice(disk_full_reason(error), "set CROSSTUNE_CACHE to a folder on another disk"),
         ) from error
     return open_store(folder, facts)
 

@@ -74,6 +74,25 @@ class Judge:
     def tokens(self) -> LabelTokens:
         return find_label_tokens(self.verdict, self.tokenizer)
 
+    @property
+    def _longest_prompt(self) -> int | None:
+        if self.max_tokens is None or self.settings.is_reward:
+            return self.max_tokens
+        return self.max_tokens - max(map(len, self.tokens.sequences))
+
+    def too_long(self, items: Sequence[Item]) -> list[Item]:
+        """Return the items with a prompt that does not fit into the context; `judge` does not judge them."""
+        longest = self._longest_prompt
+        if longest is None:
+            return []
+
+        def prompts(item: Item) -> Prompts:
+            if self.settings.is_reward:
+                return encode_answers([item], tokenizer=self.tokenizer)
+            return self.prompts([item, swapped(item)] if item.is_pair else [item])
+
+        return [item for item in items if max(map(len, prompts(item))) > longest]
+
     def judge(
         self,
         items: Sequence[Item],
@@ -90,9 +109,8 @@ class Judge:
         is_pair = items[0].is_pair
         asked = [*items, *(swapped(item) for item in items)] if is_pair else items
         prompts = self.prompts(asked)
-        room = max(map(len, self.tokens.sequences))
-        longest = self.max_tokens - room if self.max_tokens else max(map(len, prompts))
-        fitting = [place for place, prompt in enumerate(prompts) if len(prompt) <= longest]
+        longest = self._longest_prompt
+        fitting = [place for place, prompt in enumerate(prompts) if longest is None or len(prompt) <= longest]
         chosen = [prompts[place] for place in fitting]
         if self.settings.head == "scalar":
             judged = self._judge_by_scalar(chosen, progress=progress)
@@ -154,8 +172,8 @@ class Judge:
     def _judge_by_rewards(self, items: Sequence[Item], *, progress: Progress | None) -> list[Judgement]:
         """Return the reward of each single answer, or the winner of each pair."""
         prompts = encode_answers(items, tokenizer=self.tokenizer)
-        longest = self.max_tokens or max(map(len, prompts))
-        fitting = [place for place, prompt in enumerate(prompts) if len(prompt) <= longest]
+        longest = self._longest_prompt
+        fitting = [place for place, prompt in enumerate(prompts) if longest is None or len(prompt) <= longest]
         rewards: dict[int, float] = {}
         parts = engine_parts(self.session.plan.engine)
         for _, places in self._batches(prompts, [fitting], progress):
