@@ -279,6 +279,11 @@ WITH_REFERENCE = _with_losses(*(name for name in LOSSES if name not in WITHOUT_R
 SMOOTHED_LOSS, SIMPO, KTO_LOSS = (
     _with_losses(*names) for names in (("dpo", "robust", "simpo", "cpo"), ("simpo",), (KTO,))
 )
+PAIRED_LOSS = Condition(
+    f"a `--preference_loss` other than {KTO}",
+    lambda now: KTO not in parse_losses(now["preference_loss"]),
+    "with --preference_loss {preference_loss}, whose rows have one answer",
+)
 SFT_OR_PREFERENCE = Condition(
     "`--recipe sft` or `--recipe preference`",
     lambda now: now["recipe"] in ("sft", "preference"),

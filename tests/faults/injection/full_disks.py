@@ -130,7 +130,9 @@ class Inputs:
         _write_rows(home / "items.jsonl", [{"task": row["task"], "answer": row["answer"]} for row in judged])
         (home / "prompts.txt").write_text("".join(f"Say {n}.\n" for n in range(24)))
         (home / "judge.py").write_text("def short(prompt, answer):\n    return -len(answer)\n")
-        (home / "other.yml").write_text("base_model: org/m\nadapter: lora\nlora_r: 8\nlearning_rate: 0.0002\n")
+        (home / "other.yml").write_text(
+            "base_model: org/m\nadapter: lora\nlora_r: 8\nlearning_rate: 0.0002\n"
+        )
         _write_rows(home / "rows.jsonl", [{"q": f"{n}?", "label": n % 2} for n in range(3)])
         (home / "task.yaml").write_text(TASK.replace("DATA", str(home / "rows.jsonl")))
         return {
@@ -150,17 +152,23 @@ class Inputs:
     def make(self, writer: Writer) -> None:
         """Make the runs and pairs that a writer reads, in a child."""
         text = writer.words + " ".join(writer.brings)
-        wanted = [name for name in ("run", "other-run") if name in text or name.upper() in text or "ADAPTER" in text]
+        wanted = [
+            name for name in ("run", "other-run") if name in text or name.upper() in text or "ADAPTER" in text
+        ]
         for name in [*wanted, *(["run"] if "ARCHIVE" in text else [])]:
             if not (self.home / name).exists():
-                train = f"train TRAIN --model_name MODEL --dataset DATA --train_type lora --lora_rank 4 --save_steps 1 --max_steps 2"
+                train = "train TRAIN --model_name MODEL --dataset DATA --train_type lora --lora_rank 4 --save_steps 1 --max_steps 2"
                 self._run(self.words(f"{train} --output_dir {self.home} --name {name}"))
         if "ARCHIVE" in text and not (self.home / "run.tar").exists():
             self._run(self.words(f"move RUN --to cpu --out {self.home / 'run.tar'}"))
         if ("LATENTS" in text or "latent" in writer.brings) and not (self.home / "latents").exists():
             self._run(self.words("latents build grammar --max_texts 60 --max_tokens 12 --out LATENTS/pairs"))
             words = "train --recipe latent_diffusion --dataset LATENTS/pairs --skip_eval --hidden_size 32 --n_blocks 1"
-            self._run(self.words(f"{words} --backend cpu --loss_type random --max_steps 1 --output_dir LATENTS --name run"))
+            self._run(
+                self.words(
+                    f"{words} --backend cpu --loss_type random --max_steps 1 --output_dir LATENTS --name run"
+                )
+            )
             dim = np.load(self.home / "latents/pairs/train/latents.npy").shape[1]
             few = np.random.default_rng(0).standard_normal((600, dim)).astype(np.float32)
             np.save(self.home / "latents/few.npy", few / np.linalg.norm(few, axis=1, keepdims=True))
@@ -188,12 +196,13 @@ def measure(inputs: Inputs, name: str) -> tuple[int, int]:
 
 
 def fill(inputs: Inputs, name: str, *, tenth: int, peak: int) -> Trial:
-    """Run a command on a disk with a tenth of what it takes, then again on the same disk with room."""
+    """Run a command on a disk with some tenths of what it takes, then again on the same disk with room. A trial whose command
+    ended with an error counts as a stop."""
     return _try(inputs, name, kind="disk", tenth=tenth, num_bytes=_pages(peak * tenth // 10))
 
 
 def limit(inputs: Inputs, name: str, *, tenth: int, largest: int) -> Trial:
-    """Run a command with a limit on the size of files, of a tenth of its largest; then again without."""
+    """Run a command with a limit on the size of files, some tenths of its largest; then again without."""
     return _try(inputs, name, kind="limit", tenth=tenth, num_bytes=largest * tenth // 10)
 
 
@@ -202,8 +211,10 @@ def _try(inputs: Inputs, name: str, *, kind: str, tenth: int, num_bytes: int) ->
     verdict.unlink(missing_ok=True)
     child = Child(partial(_run_twice, inputs, writer, kind, num_bytes, verdict), said=inputs.home)
     ended = child.wait(limit_s=300.0)
-    problems = json.loads(verdict.read_text()) if verdict.exists() else [f"nothing was looked at: {ended}"]
-    return Trial(kind=f"{kind}: {name}", method="", seed=tenth, problems=problems, kills=0)
+    problems, has_failed = [f"nothing was looked at: {ended}"], False
+    if verdict.exists():
+        problems, has_failed = json.loads(verdict.read_text())
+    return Trial(kind=f"{kind}: {name}", method="", seed=tenth, problems=problems, kills=int(has_failed))
 
 
 def _measure(inputs: Inputs, writer: Writer, verdict: Path) -> int:
@@ -240,7 +251,7 @@ def _run_twice(inputs: Inputs, writer: Writer, kind: str, num_bytes: int, verdic
     text, problems = said[0], []
     after = [path.relative_to(inputs.disk) for path in _files(inputs.disk) if path not in before]
     left = [str(path) for path in after if not _may_stay(path, writer)]
-    if "Traceback" in text or "Error:" in text and "crosstune" not in text:
+    if "Traceback" in text:
         problems.append(f"a traceback: {text[-1500:]}")
     if code == 2:
         problems += [f"left behind: {', '.join(left[:5])}"] * bool(left)
@@ -254,16 +265,15 @@ def _run_twice(inputs: Inputs, writer: Writer, kind: str, num_bytes: int, verdic
         problems.append(f"exit code {code}: {text[-1500:]}")
     if kind == "disk":
         _resize(inputs.disk, LARGE)
-    if code != 0:
+    has_failed = code != 0
+    if has_failed:
         with _said() as said:
             code = main(inputs.words(f"{writer.words} {writer.again}"))
         if code != 0:
             problems.append(f"the next try ends with {code}: {said[0][-1200:]}")
         if hidden := [str(path) for path in _files(inputs.disk) if _is_hidden(path.relative_to(inputs.disk))]:
             problems.append(f"the next try leaves {', '.join(hidden[:5])}")
-    else:
-        problems.append("finished") if not problems else None
-    verdict.write_text(json.dumps(problems))
+    verdict.write_text(json.dumps([problems, has_failed]))
     return 0
 
 
@@ -277,7 +287,11 @@ def _may_stay(path: Path, writer: Writer) -> bool:
 
 
 def _below(path: Path, pattern: str) -> bool:
-    return pattern.endswith("/*") and path.is_relative_to(pattern[:-2]) if "*" not in pattern[:-2] else len(path.parts) > 1
+    return (
+        pattern.endswith("/*") and path.is_relative_to(pattern[:-2])
+        if "*" not in pattern[:-2]
+        else len(path.parts) > 1
+    )
 
 
 def _is_hidden(path: Path) -> bool:
