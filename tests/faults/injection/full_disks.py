@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -81,7 +82,7 @@ WRITERS = {
     "pairs check": Writer("pairs check PAIRS --judge JUDGE:short --out OUT", keeps=JOURNAL),
     "judge predict": Writer("judge predict MODEL --input ITEMS --backend cpu --output OUT", keeps=JOURNAL),
     "judge eval": Writer("judge eval MODEL --dataset JUDGED --backend cpu --skip_untrained --out OUT",
-                         keeps=("*.partial", "out/*.partial")),
+                         keeps=JOURNAL),
     "judge data": Writer("judge data JUDGED --split_to OUT"),
     "eval": Writer("eval DISK/run --tasks TASK --backend cpu --limit 2", brings=("run",), keeps=("run/*",)),
     "latents build": Writer("latents build grammar --max_texts 60 --max_tokens 12 --out OUT"),
@@ -283,15 +284,7 @@ ROOM = ("disk", "No space left", "File too large", "space")
 def _may_stay(path: Path, writer: Writer) -> bool:
     if path.parts[0] == ".locks" or path.parts[:2] == ("cache", "hashes"):
         return True
-    return not _is_hidden(path) and any(path.match(each) or _below(path, each) for each in writer.keeps)
-
-
-def _below(path: Path, pattern: str) -> bool:
-    return (
-        pattern.endswith("/*") and path.is_relative_to(pattern[:-2])
-        if "*" not in pattern[:-2]
-        else len(path.parts) > 1
-    )
+    return not _is_hidden(path) and any(fnmatch(path.as_posix(), each) for each in writer.keeps)
 
 
 def _is_hidden(path: Path) -> bool:
