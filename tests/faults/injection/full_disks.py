@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
 from crosstune.cli.main import main
 from crosstune.models.tiny import tiny_model
@@ -95,13 +97,13 @@ WRITERS = {
     "move": Writer("move RUN --to cpu --out OUT.tar"),
     "continue archive": Writer("train --resume ARCHIVE --max_steps 3 --output_dir DISK", keeps=("*/*",)),
     "checkpoint export": Writer("checkpoint export RUN --out OUT"),
-    "checkpoint import": Writer("checkpoint import ARCHIVE --out OUT"),
+    "checkpoint import": Writer("checkpoint import SAVED --model_name MODEL --train_type full --backend cpu --out OUT"),
     "push": Writer("push RUN --to org/name --base org/base --dry_run --out OUT"),
     "push merged": Writer("push RUN --to org/name --base org/base --what merged --dry_run --out OUT"),
     "import": Writer("import OTHER --out OUT.yaml"),
     "adopt": Writer("adopt OUT"),
     "launch": Writer("launch --on slurm --nnodes 1 --print --output OUT.sh"),
-    "sweep": Writer("sweep --over lr=1e-4,1e-3 TRAIN --model_name MODEL --dataset DATA --eval_samples 2 --max_steps 1 "
+    "sweep": Writer("sweep --over lr=1e-4,1e-3 --backend cpu --num_samples 0 --model_name MODEL --dataset DATA --eval_samples 2 --max_steps 1 "
                     "--output_dir DISK --name out", keeps=RUN),
     "ladder": Writer("ladder --backend cpu --model_name MODEL --dataset DATA --steps 3 --rungs cosine_latent_loss "
                      "--output_dir DISK --name out", keeps=RUN),
@@ -141,7 +143,7 @@ class Inputs:
             "JUDGED": str(home / "judged.jsonl"), "ITEMS": str(home / "items.jsonl"), "PROMPTS": str(home / "prompts.txt"),
             "JUDGE": str(home / "judge.py"), "OTHER": str(home / "other.yml"), "TASK": str(home / "task.yaml"),
             "RUN": str(home / "run"), "ADAPTER_RUN": str(home / "other-run"), "ADAPTER": str(home / "run" / "adapter"),
-            "ARCHIVE": str(home / "run.tar"), "LATENTS": str(home / "latents"),
+            "ARCHIVE": str(home / "run.tar"), "SAVED": str(home / "saved.pt"), "LATENTS": str(home / "latents"),
             "DISK": str(self.disk), "OUT": str(self.disk / "out"), "TRAIN": " ".join(TRAIN),
         }  # fmt: skip
 
@@ -160,6 +162,9 @@ class Inputs:
             if not (self.home / name).exists():
                 train = "train TRAIN --model_name MODEL --dataset DATA --train_type lora --lora_rank 4 --save_steps 1 --max_steps 2"
                 self._run(self.words(f"{train} --output_dir {self.home} --name {name}"))
+        if "SAVED" in text and not (self.home / "saved.pt").exists():
+            state = load_file(self.home / "model" / "model.safetensors")
+            torch.save({"model_state_dict": state, "step": 3}, self.home / "saved.pt")
         if "ARCHIVE" in text and not (self.home / "run.tar").exists():
             self._run(self.words(f"move RUN --to cpu --out {self.home / 'run.tar'}"))
         if ("LATENTS" in text or "latent" in writer.brings) and not (self.home / "latents").exists():
@@ -282,7 +287,7 @@ ROOM = ("disk", "No space left", "File too large", "space")
 
 
 def _may_stay(path: Path, writer: Writer) -> bool:
-    if path.parts[0] == ".locks" or path.parts[:2] == ("cache", "hashes"):
+    if ".locks" in path.parts or path.parts[:2] == ("cache", "hashes"):
         return True
     return not _is_hidden(path) and any(fnmatch(path.as_posix(), each) for each in writer.keeps)
 
