@@ -12,7 +12,7 @@ help:
 	@echo "make clusters  train with the Ray, SLURM and sshd installed on this machine (about 10 minutes)"
 	@echo "make trackers  run the tests of all trackers, including Weave (35 more packages)"
 	@echo "make options  test every value of every option: it changes a run, or is rejected or reported (about 20 minutes)"
-	@echo "make faults  inject 500 kills, 2,000 corruptions, full disks, payloads, signals (about 20 minutes)"
+	@echo "make faults  inject 500 kills, 2,000 corruptions, full disks, payloads, signals, full disks under every writing command (about 40 minutes)"
 	@echo "make fuzz    run 20,000 requests with bad values, then 3,000 damaged files; each must end with exit code 0 or 2 (about 35 minutes)"
 	@echo "make check   lint, format, types, import directions, links of the docs"
 	@echo "make setup   only create the environment in $(VENV)"

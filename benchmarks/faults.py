@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
 
-from injection import competing, corruption, disks, kills, payloads, rank_saves, ranks, signals
+from injection import competing, corruption, disks, full_disks, kills, payloads, rank_saves, ranks, signals
 from injection.bench import METHODS, PREFERENCE, Bench, check_finished, lost_or_torn
 from injection.kills import Trial
 
@@ -124,7 +124,7 @@ def corruptions(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
         yield corruption.corrupt(kind, roots[method], seed=own.seed + number, place=place, method=method)
 
 
-def full_disks(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+def full_disks_of_runs(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
     """Disks of many sizes, limits on file sizes, folders that break."""
     mounts = disks.can_mount(bench.home)
     if not mounts:
@@ -138,6 +138,20 @@ def full_disks(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
     for how in disks.BREAKS if mounts else ():
         for on_save_error in ("stop", "continue"):
             yield disks.break_while_saving(bench, "lora", how, on_save_error=on_save_error)
+
+
+def full_disks_of_writers(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+    """Disks that fill, and limits on file sizes, at every tenth of the bytes that each writing command takes."""
+    inputs, mounts = full_disks.Inputs(bench.home / "writers"), disks.can_mount(bench.home)
+    for name in own.writers.split(",") if own.writers else full_disks.WRITERS:
+        sizes = full_disks.measure(inputs, name) if mounts else None
+        if sizes is None:
+            print("no right to mount: the disks of writers are not tried", file=sys.stderr)
+            return
+        peak, largest = sizes
+        for tenth in range(own.tenths[0] - 1, 10, own.tenths[1]):
+            yield full_disks.fill(inputs, name, tenth=tenth, peak=peak)
+            yield full_disks.limit(inputs, name, tenth=tenth, largest=largest)
 
 
 def malicious(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
@@ -212,7 +226,8 @@ SECTIONS: dict[str, Callable[[Bench, argparse.Namespace], Iterator[Trial]]] = {
     "preference": preference_kills,
     "strace": strace_kills,
     "corruptions": corruptions,
-    "disks": full_disks,
+    "disks": full_disks_of_runs,
+    "writers": full_disks_of_writers,
     "payloads": malicious,
     "signals": early_ends,
     "competing": competing_starts,
@@ -262,6 +277,14 @@ def main() -> None:
     parser.add_argument("--competing", type=int, default=200, help="kills and signals over two processes")
     parser.add_argument("--rank_kills", type=int, default=40, help="in runs of 2 and 4 processes")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--writers", default="", help="of the section writers, some commands, with commas")
+    parser.add_argument(
+        "--tenths",
+        type=_read_part,
+        default=(1, 1),
+        metavar="I/N",
+        help="of the section writers, every Nth tenth from I",
+    )
     parser.add_argument("--replay", help="one trial, as a failing one was printed")
     own = parser.parse_args()
     if unknown := [name for name in own.only.split(",") if name not in SECTIONS]:

@@ -47,6 +47,25 @@ def test_two_processes_train_the_judge_that_one_trains(tiny_model: Path, tmp_pat
     assert rows[0] == rows[1], "a step has the same rows"
 
 
+@pytest.mark.parametrize("action", ["eval", "predict"])
+def test_an_option_without_effect_on_a_test_is_reported(
+    action: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"task": f"Add {n}.", "answer": str(n), "score": n} for n in range(4)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {"eval": ["--dataset", str(data), "--skip_untrained"], "predict": ["--input", str(data)]}[action]
+    words = ["judge", action, str(tiny_model), "--backend", "cpu", "--batch_size", "2", *own]
+    assert main([*words, "--lr", "3", "--context_length=8"]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]
+    assert notes == [
+        f"note     --{name} has no effect on judge {action}" for name in ("lr", "context_length")
+    ]
+    (tmp_path / "options.yaml").write_text("lr: 3\n")
+    assert main([*words, "--config", str(tmp_path / "options.yaml")]) == 0
+    assert "no effect" not in capsys.readouterr().err
+
+
 def test_a_judge_is_emulated_as_train_does(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["train", "--recipe", "judge"], ["judge", "train"]):
         assert main([*command, "--machine", "apple-m1-16gb"]) == 2

@@ -72,7 +72,7 @@ WITHOUT_NUMBERS = {
 VALUES: Mapping[str, Any] = {
     "adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 0.1, "neftune_alpha": 20.0, "eval_fraction": 0.4,
     "layers_to_transform": "1", "modules_to_save": "norm", "add_tokens": "<a>",
-    "lr": 0.004, "wd": 0.3, "warmup_steps": 2, "warmup_ratio": 0.9, "cosine_min_lr_ratio": 0.7, "grad_norm": 100.0,
+    "lr": 0.004, "wd": 0.3, "warmup_steps": 2, "warmup_ratio": 0.9, "cosine_min_lr_ratio": 0.7, "grad_norm": 0.01,
     "seed": 7, "num_epochs": 0.00001, "max_steps": 1, "batch_size": 3, "gradient_accumulation_steps": 2,
     "rows_per_step": 3, "lora_rank": 3, "lora_alpha": 5, "lora_dropout": 0.5, "lora_target_modules": "q_proj",
     "loraplus_lr_ratio": 9, "num_new_blocks": 2, "n_bits": 8, "group_size": 32, "fp8_tolerance": 0.1,
@@ -127,7 +127,11 @@ class Context:
 
     def pairs(self, option: Option, value: Any) -> set[tuple[str, ...]]:
         """Return what a run of the context shows about an option."""
-        more = {key: str(self.more[key]) for key in ("head", "loss_type", "skip_eval") if key in self.more}
+        more = {
+            key: str(self.more[key])
+            for key in ("head", "loss_type", "preference_loss", "skip_eval")
+            if key in self.more
+        }
         if option.name in OF_OPTIMIZER:
             more = {"optimizer": self.optimizer}
         elif option.group in ("Method", "Hardware"):
@@ -189,6 +193,10 @@ CONTEXTS = (
     Context("judge", "lora", "adamw", "cpu", {"skip_eval": True}),
     Context("preference", "lora", "adamw", "cpu"),
     Context("rl", "lora", "adamw", "cpu", {"num_generations": 2}),
+    Context("preference", "full", "sgd", "mlx", {"preference_loss": "simpo", "lr": 0.01}),
+    Context("preference", "lora", "adam", "cpu", {"preference_loss": "kto", "eval_samples": 8}),
+    Context("preference", "dora", "lion", "cpu", {"preference_loss": "orpo"}),
+    Context("preference", "lora", "adamw", "mlx", {"preference_loss": "robust", "label_smoothing": 0.1}),
 )
 
 

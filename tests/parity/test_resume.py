@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 from injection.bench import METHODS, Bench, read_bits, weights_file, write_chats
+from injection.disks import file_limit
 from injection.kills import damage
 
 from crosstune.checkpoint.folders import checkpoint_folders
+from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Resumed, Warned
 from crosstune.core.schedule import learning_rate
-from crosstune.files.json_files import read_jsonl
+from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.loop import save
 from crosstune.models.tiny import tiny_model
 from crosstune.report.charts import run_charts
@@ -312,6 +314,20 @@ def test_the_same_line_begins_anew_what_was_killed_before_its_first_checkpoint(b
     run(bench, "lora", folder, resume="auto", save_steps=0)  # finished: nothing is done again
     assert (folder / "metrics.jsonl").read_bytes() == before
     assert not (bench.home / "early~2").exists()
+
+
+def test_the_same_line_begins_anew_what_could_not_save_its_only_checkpoint(bench: Bench) -> None:
+    """As the error says, although the training was finished."""
+    folder, whole = bench.home / "unsaved", bench.home / "saved"
+    run(bench, "full", whole, save_steps=NUM_STEPS)
+    largest = max(path.stat().st_size for path in at_step(whole, NUM_STEPS).iterdir())
+    with file_limit(largest - 1):
+        failed = run(bench, "full", folder, save_steps=NUM_STEPS)
+    assert isinstance(failed.failure, SaveFailed) and "--resume auto" in failed.failure.do
+    assert read_json(folder / "summary.json")["status"] == "failed"
+    run(bench, "full", folder, resume="auto", save_steps=NUM_STEPS)
+    assert (bench.home / "unsaved~1" / "metrics.jsonl").is_file()
+    assert [step for step, _ in checkpoint_folders(folder / "checkpoints")] == [NUM_STEPS]
 
 
 def test_a_copied_run_goes_on_under_its_own_name(bench: Bench, straight: Any, tmp_path: Path) -> None:

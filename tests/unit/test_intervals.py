@@ -61,3 +61,11 @@ def test_a_judge_that_is_always_right_has_an_interval() -> None:
     for name in ("accuracy", "swap_consistency"):
         assert found[name] == pytest.approx(wilson(1.0, 10))
     assert "kappa" not in found
+
+
+def test_results_of_a_damaged_file_are_left_out() -> None:
+    whole = result("after", 1.0, stderr=0.0)
+    for name in ("task", "metric", "chat_template", "num_fewshot", "limit", "side", "value", "num_samples"):
+        for value in ({"a": 1}, [1], None, "x"):
+            found = eval_rows([whole, {**whole, name: value}])
+            assert found is not None and found["num_tasks"] in (1, 2)

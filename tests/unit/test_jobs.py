@@ -203,6 +203,25 @@ def test_a_cluster_that_hangs(
     assert said in error and "waiting for" in error
 
 
+def test_many_nodes_that_hang_share_one_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from crosstune.distributed.jobs.schedulers import ssh
+
+    limits: list[float] = []
+    monkeypatch.setattr(ssh, "LOGIN_S", 0.2)
+    plain = ssh.answer_of
+    monkeypatch.setattr(ssh, "answer_of", lambda *a, **k: limits.append(k["limit_s"]) or plain(*a, **k))
+    (tmp_path / "tools").mkdir()
+    write_tool(tmp_path / "tools" / "ssh", "exec sleep 100000")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}:{os.environ['PATH']}")
+    monkeypatch.setattr(ssh, "LAST_S", 0.01)
+    assert main(["launch", "--on", "ssh", "--hosts", "a,b,c", "--nnodes", "3"]) == 2
+    assert limits[0] > 0.3 and limits[1:] == [0.01, 0.01]
+    error = capsys.readouterr().err
+    assert all(f"cannot log in to {host}" in error for host in "abc")
+
+
 @needs_bash
 @pytest.mark.parametrize(
     ("code", "state", "flags", "requeued"),

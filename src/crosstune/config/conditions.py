@@ -303,6 +303,11 @@ PREFERENCE_OR_RL = _with_recipes("preference", "rl")
 CLIPPED_LOSS = Condition(
     "another loss than reinforce", lambda now: now["rl_loss"] != "reinforce", "with --rl_loss reinforce"
 )
+PAIRED_LOSS = Condition(
+    f"a `--preference_loss` other than {KTO}",
+    lambda now: KTO not in parse_losses(now["preference_loss"]),
+    "with --preference_loss {preference_loss}, whose rows have one answer",
+)
 CORRECTED = Condition(
     "a correction",
     lambda now: now["importance_correction"] != "none",

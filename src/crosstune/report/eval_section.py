@@ -28,7 +28,8 @@ def eval_rows(results: list[Any]) -> dict[str, Any] | None:
     for each in map(mapping, results):
         if number(each.get("value")) is not None and each.get("side") in SIDES:
             key = tuple(each.get(name) for name in _KEY)
-            found.setdefault(key, {})[each["side"]] = each
+            if not any(isinstance(part, (list, dict)) for part in key):  # a damaged file
+                found.setdefault(key, {})[each["side"]] = each
     if not found:
         return None
     rows = [

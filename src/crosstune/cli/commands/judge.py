@@ -44,6 +44,16 @@ ACTIONS = {
     "data": "check a dataset: splits, scores, groups, leaks; or split it",
 }
 """Action -> one-line help."""
+_READ = (
+    *("recipe", "backend", "precision", "batch_size", "max_new_tokens", "judge_by", "dataset", "columns"),
+    *("group_by", "references", "verdict", "score_scale", "verbose", "strict"),
+)
+READ = {
+    "eval": frozenset(_READ),
+    "predict": frozenset((*_READ, "overwrite")) - {"dataset"},
+    "eval --predictions": frozenset(("recipe", "score_scale")),
+}
+"""Action -> the options of train that it reads; others are reported as without effect."""
 
 EXAMPLES = """examples:
   crosstune judge train --model smollm2-135m --dataset judge_translations --max_samples 1000
@@ -102,7 +112,17 @@ def run(words: Sequence[str]) -> int:
         rest = ["--dataset", target, *rest]
     own, config = parse_config(parser, [*rest, "--recipe", "judge"])
     own.target, own.words = read_run(target) if target is not None else None, ["crosstune", "judge", *words]
+    _report_unused(action if own.predictions is None else f"{action} --predictions", config)
     return {"train": _train, "eval": _eval, "predict": _predict, "data": _data}[action](own, config)
+
+
+def _report_unused(action: str, config: Config) -> None:
+    """Report the options of the command line that the action does not read."""
+    if action in READ:
+        for name, source in config.sources.items():
+            if name not in READ[action] and source.startswith("flag "):  # a file may be for a training
+                flag = source.removeprefix("flag ")
+                print(f"note     {flag} has no effect on judge {action}", file=sys.stderr)
 
 
 def _train(own: argparse.Namespace, config: Config) -> int:

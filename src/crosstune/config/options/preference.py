@@ -7,6 +7,7 @@ from functools import partial
 
 from crosstune.config.conditions import (
     KTO_LOSS,
+    PAIRED_LOSS,
     PREFERENCE,
     PREFERENCE_OR_RL,
     SIMPO,
@@ -49,6 +50,7 @@ class PreferenceOptions:
         None,
         "Weight of the cross entropy of the chosen answers, added to the loss; unset: the weight of orpo and cpo, otherwise 0",
         high=1e6,
+        needs=(PREFERENCE, PAIRED_LOSS),
     )
     reference: str = _option(
         "auto",

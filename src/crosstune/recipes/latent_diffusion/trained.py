@@ -108,7 +108,11 @@ class Trained:
             vectors = vectors[None]
         _check_dim(vectors, self.settings.latent_dim, source=str(path))
         if not len(vectors):
-            raise UserError(f"{path} contains no vectors.", why="the array has 0 rows.")
+            raise UserError(
+                f"{path} contains no vectors.",
+                why="the array has 0 rows.",
+                do="pass an array with a row for each vector",
+            )
         norms = vector_norms(vectors, source=str(path))
         return np.asarray(vectors, np.float32) / norms, count_changed(norms)
 

@@ -111,6 +111,11 @@ def open_preferences(config: Config, *, paired: bool) -> PreferenceData:
         train, held_out = hold_out_prompts(train, config)
         if held_out:
             notes.append(f"{len(held_out)} rows are held out, with all rows of their prompts")
+        else:
+            notes.append(
+                "no rows are held out, so nothing is evaluated: the rows of every prompt are more than --eval_fraction and "
+                "--eval_samples allow; raise them, or pass --eval_dataset"
+            )
     _check_labels(train, config, reading)
     return PreferenceData(
         train=train,

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,8 @@ _HOST = re.compile(
 _WORDS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
 LOGIN_S = 20
 """Seconds for a node to answer."""
+LAST_S = 1.0
+"""Seconds for the answer of a node after those before it took the time of all."""
 NUM_LINES = 15
 _HOSTS_LIMIT = 2**20
 
@@ -113,8 +116,10 @@ def _unreachable(job: Job) -> Iterator[UserError]:
         )
         for host in _hosts(job)
     }
+    ends_at = time.monotonic() + 3 * LOGIN_S  # of all logins, which run at the same time
     for host, process in started.items():
-        found = answer_of(process, waiting_for=f"the login to {host}", limit_s=3 * LOGIN_S)
+        left_s = max(LAST_S, ends_at - time.monotonic())
+        found = answer_of(process, waiting_for=f"the login to {host}", limit_s=left_s)
         said = found[1] if found is not None else f"the login was not complete after {3 * LOGIN_S} s."
         why = " ".join(said.split()) or f"exit code {process.returncode}"
         if process.returncode == LOST or found is None:
