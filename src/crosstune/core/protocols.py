@@ -16,6 +16,8 @@ from crosstune.core.sampling import GREEDY, Sampling
 
 Array = NDArray[Any]
 Metrics = Mapping[str, float]
+CARRIED = "recipe/"
+"""Prefix of a recipe's arrays in `SessionState.random`."""
 
 
 class Batch(Protocol):
@@ -109,7 +111,8 @@ class SessionState:
     moments: Mapping[str, Mapping[str, Array]]
     """Slot -> canonical name -> array. Adam's slots are `first_moment`, `second_moment` and `step` (a scalar)."""
     random: Mapping[str, Array]
-    """Random generator -> its state in the engine's format. An engine ignores generators that it does not have."""
+    """Random generator -> its state in the engine's format. An engine ignores generators that it does not have. Names that
+    begin with `CARRIED` are arrays of a recipe that generates its batches."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Small values for JSON, such as the loss scale."""
     part: StatePart | None = None
@@ -204,6 +207,18 @@ class Generates(Protocol):
     ) -> list[Answer]:
         """Return the answer to each prompt. `on_token` is called with each new token of a single prompt, `on_answer` with
         each answer as it ends."""
+
+
+@runtime_checkable
+class DividesPrompts(Generates, Protocol):
+    """A generating session whose processes can share the prompts of a step."""
+
+    def own_prompts(self, count: int) -> Sequence[int]:
+        """Return the indices of the prompts that this process answers, of `count` prompts: every size-th, or all of them for a
+        sharded model, whose processes generate together."""
+
+    def gather_vectors(self, own: Mapping[int, Array]) -> list[Array]:
+        """Return the float32 vectors of all processes in the order of their numbers. Every process calls this."""
 
 
 class Task(Protocol):
@@ -316,6 +331,29 @@ class GivesVerdicts(Recipe, Protocol):
 
     def judge_evaluation(self, evaluations: Mapping[int, Metrics]) -> Mapping[str, str]:
         """Return verdicts after an evaluation. `evaluations`: step -> metrics."""
+
+
+@runtime_checkable
+class GeneratesBatches(Recipe, Protocol):
+    """A recipe that generates the batches of a step with the current weights, such as reinforcement learning.
+
+    Batches depend only on the options, the weights, the step and the carried state: random numbers are drawn from the seed of
+    the run and the step, so that a resumed run continues bit by bit. `micro_batches` still exists: it returns batches of the
+    data alone, by which a move is checked.
+    """
+
+    def make_batches(self, session: Session, step: int, *, observer: Observer) -> Sequence[Batch]:
+        """Return the micro-batches of step `step`, counted from 0: of all ranks, and equal on all of them. Called again with
+        the same weights if the step did not fit into memory."""
+
+    def batch_metrics(self, step: int) -> Metrics:
+        """Return the metrics of the last generated batches, for metrics.jsonl: rewards, lengths, seconds."""
+
+    def carried_state(self) -> Mapping[str, Array]:
+        """Return the arrays that the next steps need besides the weights, for a checkpoint; equal on all ranks."""
+
+    def carry_on(self, state: Mapping[str, Array], *, step: int) -> None:
+        """Load the arrays of a checkpoint that was written after `step` steps; empty in one by an earlier version."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Prepare the micro-batches of the next steps in a thread, while the current step is computed."""
+"""Provide the micro-batches of each step: prepared in a thread while the current step is computed, or generated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from crosstune.core.protocols import PreparedBatch, Recipe, Session
+from crosstune.core.events import Observer
+from crosstune.core.protocols import GeneratesBatches, PreparedBatch, Recipe, Session
 from crosstune.loop.step import prepare_window
 
 DEPTH = 3
@@ -41,3 +42,18 @@ class Prefetch:
 
     def _prepare(self, step: int) -> Sequence[PreparedBatch]:
         return prepare_window(self._session, self._recipe.micro_batches(step))
+
+
+class Generation:
+    """The micro-batches of a run from step `first` on, generated with the current weights when a step begins."""
+
+    def __init__(self, recipe: GeneratesBatches, session: Session, *, first: int, observer: Observer) -> None:
+        self._recipe, self._session, self._observer = recipe, session, observer
+        self._steps = iter(range(first, recipe.num_steps()))
+
+    def micro_batches(self) -> Sequence[PreparedBatch]:
+        batches = self._recipe.make_batches(self._session, next(self._steps), observer=self._observer)
+        return prepare_window(self._session, batches)
+
+    def close(self) -> None:
+        """Nothing runs in the background."""

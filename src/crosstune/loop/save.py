@@ -20,7 +20,7 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, Warned
 from crosstune.core.out_of_memory import OutOfMemory
-from crosstune.core.protocols import Session, SessionState, is_divided
+from crosstune.core.protocols import CARRIED, Array, Session, SessionState, is_divided
 from crosstune.loop.deferred_errors import DeferredErrors
 from crosstune.process.ranks import Group, SingleProcess
 
@@ -108,9 +108,16 @@ class Checkpoints:
         return step > self.last_step and (self.policy.at_end or self.newest is not None)
 
     def save(
-        self, session: Session, step: int, *, evaluations: Mapping[int, float], wait: bool = False
+        self,
+        session: Session,
+        step: int,
+        *,
+        evaluations: Mapping[int, float],
+        wait: bool = False,
+        carried: Mapping[str, Array] | None = None,
     ) -> None:
-        """Copy the state of a session and write it; block for the copy and for an earlier write, or `wait` for the write.
+        """Copy the state of a session and write it with the `carried` arrays of its recipe; block for the copy and for an
+        earlier write, or `wait` for the write.
 
         Every rank calls this, since exporting the state may need all of them.
         """
@@ -124,10 +131,12 @@ class Checkpoints:
             if is_divided(session) and self.group.ranks.size > 1:  # the others may still gather their parts
                 raise
             if in_background:  # writing without a copy needs less memory
-                self.save(session, step, evaluations=evaluations, wait=True)
+                self.save(session, step, evaluations=evaluations, wait=True, carried=carried)
             else:
                 self._report_failure(step, no_memory(error))
             return
+        own = {CARRIED + name: array for name, array in (carried or {}).items()}
+        state = replace(state, random={**state.random, **own})
         self.last_step, self._last_time = step, time.monotonic()
         if not self.writes and state.part is None:
             self.newest = self.root / name_of(step)  # where rank 0 writes it

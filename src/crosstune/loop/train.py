@@ -6,7 +6,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from crosstune.checkpoint.write import SaveFailed
@@ -29,6 +29,7 @@ from crosstune.core.profiling import CHECKPOINT, DATA, EVALUATION, no_phase
 from crosstune.core.protocols import (
     Backward,
     Evaluation,
+    GeneratesBatches,
     GivesVerdicts,
     PreparedBatch,
     Recipe,
@@ -39,7 +40,7 @@ from crosstune.core.protocols import (
 from crosstune.core.schedule import Extension, learning_rate, warmup_steps
 from crosstune.files.run_record import RecordFailed
 from crosstune.loop.deferred_errors import DeferredErrors
-from crosstune.loop.prefetch import Prefetch
+from crosstune.loop.prefetch import Generation, Prefetch
 from crosstune.loop.profile import StepProfile
 from crosstune.loop.progress import (
     Progress,
@@ -142,25 +143,38 @@ class Training:
 
     def _take_steps(self, num_steps: int) -> None:
         progress = self.progress
-        prefetch = Prefetch(self.recipe, self.session, first=progress.steps)
+        source = self._batches_from(progress.steps)
         try:
             while progress.steps < num_steps and not self._stops_early():
                 self._check_stop()
                 with self._profiled(progress.steps + 1):
                     self._start("data", step=progress.steps + 1)
-                    with self._saving_on_error(), self._phase(DATA):
-                        window = prefetch.micro_batches()
-                    taken = self._take_step(progress.steps, window)
+                    started = time.perf_counter()
+                    with self._saving_on_error(), self._phase(DATA), self._making_batches():
+                        window = source.micro_batches()
+                    taken = self._take_step(progress.steps, window, made_s=time.perf_counter() - started)
                     if taken:
                         self._save_and_evaluate(num_steps)
                 if taken:
                     continue
-                prefetch.close()  # its micro-batches are too large as well
+                source.close()  # its micro-batches are too large as well
                 del window
                 self._adopt_smaller()
-                prefetch = Prefetch(self.recipe, self.session, first=progress.steps)
+                source = self._batches_from(progress.steps)
         finally:
-            prefetch.close()
+            source.close()
+
+    def _batches_from(self, first: int) -> Prefetch | Generation:
+        """Return the micro-batches from step `first` on."""
+        if isinstance(self.recipe, GeneratesBatches):
+            return Generation(self.recipe, self.session, first=first, observer=self.observer)
+        return Prefetch(self.recipe, self.session, first=first)
+
+    def _making_batches(self) -> contextlib.AbstractContextManager[None]:
+        """Generating may take long: a second signal, or a lost peer, then ends the run."""
+        if isinstance(self.recipe, GeneratesBatches):
+            return self.stop.interruptible()
+        return contextlib.nullcontext()
 
     def _profiled(self, step: int) -> contextlib.AbstractContextManager[None]:
         return self.profile.step(step) if self.profile is not None else no_phase("step")
@@ -236,11 +250,18 @@ class Training:
             self._start("checkpoint")
             with self._phase(CHECKPOINT):
                 self.checkpoints.save(
-                    self.session, progress.steps, evaluations=progress.evaluations, wait=wait
+                    self.session,
+                    progress.steps,
+                    evaluations=progress.evaluations,
+                    wait=wait,
+                    carried=self.recipe.carried_state()
+                    if isinstance(self.recipe, GeneratesBatches)
+                    else None,
                 )
 
-    def _take_step(self, step: int, window: Sequence[PreparedBatch]) -> bool:
-        """Take a step; return False if it must be repeated with smaller micro-batches."""
+    def _take_step(self, step: int, window: Sequence[PreparedBatch], *, made_s: float) -> bool:
+        """Take a step; return False if it must be repeated with smaller micro-batches. `made_s`: the time for its batches,
+        which is a part of the step if they were generated for it."""
         num_steps = self.recipe.num_steps()
         lr = rate_of_step(step, self.config, num_steps=num_steps, extension=self.extension)
         started, cpu_started = time.perf_counter(), time.process_time()
@@ -259,6 +280,10 @@ class Training:
             self._choose_smaller(error, step=step + 1)
             return False
         step_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
+        if isinstance(self.recipe, GeneratesBatches):
+            found = {**self.recipe.batch_metrics(step), "time/train_s": step_s}
+            result = replace(result, metrics={**found, **result.metrics}) if result else None
+            step_s += made_s
         if self.profile is not None:
             self.profile.note_step_time(step_s)
         memory = self.session.memory()

@@ -365,7 +365,14 @@ class TextSession(MlxSession):
             for index, batch in enumerate(batches):
                 if self._on_this_rank(index):
                     found[index] = np.array(compute(self._to_device(self.prepare(batch))).astype(mx.float32))
-        return (self.group or SingleProcess()).gather_vectors(found)
+        return self.gather_vectors(found)
+
+    def own_prompts(self, count: int) -> range:
+        ranks = (self.group or SingleProcess()).ranks
+        return range(ranks.rank, count, ranks.size)
+
+    def gather_vectors(self, own: Mapping[int, Array]) -> list[Array]:
+        return (self.group or SingleProcess()).gather_vectors(own)
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
         return [answer.content for answer in self.sample(prompts, **options)]

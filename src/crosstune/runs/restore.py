@@ -17,7 +17,7 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.errors import UserError
 from crosstune.core.events import Moved, Observer, Resumed, Warned
-from crosstune.core.protocols import Array, Recipe, Session, SessionState
+from crosstune.core.protocols import CARRIED, Array, GeneratesBatches, Recipe, Session, SessionState
 from crosstune.core.weights import result_weights
 from crosstune.loop.step import LossScale
 from crosstune.models.adapter_files import replace_tokenizer
@@ -47,6 +47,10 @@ def restore_session(
         moments=not any(difference.kind == "optimizer" for difference in point.differences),
     )
     session.import_state(state)
+    if isinstance(recipe, GeneratesBatches):
+        found = {name: array for name, array in state.random.items() if name.startswith(CARRIED)}
+        carried = {name.removeprefix(CARRIED): array for name, array in found.items()}
+        recipe.carry_on(carried, step=point.step)
     scale.load(state.facts.get("loss_scale") or scale.to_json())
     if "trainable" in allowed:
         stored = point.manifest.trainable

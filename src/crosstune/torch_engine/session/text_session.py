@@ -63,8 +63,16 @@ class TextSession(TorchSession):
                 values = compute(self.model, self._to_device(batch))
                 if counts:
                     found[index] = values.float().cpu().numpy()
-        group = self.parallel.group if self.parallel is not None else SingleProcess()
-        return group.gather_vectors(found)
+        return self.gather_vectors(found)
+
+    def own_prompts(self, count: int) -> range:
+        if self.parallel is None or sharded_modules(self.model):
+            return range(count)
+        return range(self.parallel.rank, count, self.parallel.size)
+
+    def gather_vectors(self, own: Mapping[int, Array]) -> list[Array]:
+        with self.connected(GENERATING):
+            return (self.parallel.group if self.parallel is not None else SingleProcess()).gather_vectors(own)
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
         return [answer.content for answer in self.sample(prompts, **options)]
