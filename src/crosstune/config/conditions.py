@@ -185,9 +185,10 @@ def _with_trackers(*names: str) -> Condition:
     return Condition(summary, lambda now: bool({*names} & {*trackers_in(now["log_to"])}))
 
 
-def _with_recipe(name: str) -> Condition:
-    otherwise = "with the {recipe} recipe"
-    return Condition(f"`--recipe {name}`", lambda now: now["recipe"] == name, otherwise, recipes=(name,))
+def _with_recipe(*names: str, otherwise: str = "with the {recipe} recipe") -> Condition:
+    """Require one of these recipes."""
+    summary = " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+    return Condition(f"`--recipe` {summary}" if names[1:] else f"`--recipe {summary}`", lambda now: now["recipe"] in names, otherwise, recipes=names)
 
 
 def _with_losses(*names: str) -> Condition:
@@ -275,34 +276,28 @@ TRACKER_GROUPS = _with_trackers("wandb", "trackio")
 TRACKER_OWNERS = _with_trackers("wandb", "weave")
 JUDGE = _with_recipe("judge")
 PREFERENCE = _with_recipe("preference")
+DISTILL = _with_recipe("distill")
+JSD = Condition(
+    "`--distill_loss jsd`",
+    lambda now: now["distill_loss"] == "jsd",
+    "with --distill_loss {distill_loss}",
+)
 WITH_REFERENCE = _with_losses(*(name for name in LOSSES if name not in WITHOUT_REFERENCE))
 SMOOTHED_LOSS, SIMPO, KTO_LOSS = (
     _with_losses(*names) for names in (("dpo", "robust", "simpo", "cpo"), ("simpo",), (KTO,))
 )
-SFT_OR_PREFERENCE = Condition(
-    "`--recipe sft` or `--recipe preference`",
-    lambda now: now["recipe"] in ("sft", "preference"),
-    "with the {recipe} recipe",
-    recipes=("sft", "preference"),
-)
-WITH_ROWS = Condition(
-    "sft, preference or judge",
-    lambda now: now["recipe"] in ("sft", "preference", "judge"),
-    "with the {recipe} recipe",
-    recipes=("sft", "preference", "judge"),
-)
+HELD_OUT_BY_FRACTION = _with_recipe("sft", "preference", "distill")
+WITH_ROWS = _with_recipe("sft", "preference", "judge", "distill")
 SFT = _with_recipe("sft")
-ANSWERS_COMPARED = Condition(
-    "`--recipe sft`",
-    lambda now: now["recipe"] == "sft",
-    "with the {recipe} recipe, which has its own metrics",
-    recipes=("sft",),
+CONVERSATIONS = _with_recipe("sft", "distill")
+ANSWERS_COMPARED = _with_recipe(
+    "sft", "distill", otherwise="with the {recipe} recipe, which has its own metrics"
 )
 ROWS_WITH_FORMATS = Condition(
     "",
-    lambda now: now["recipe"] == "sft",
+    lambda now: now["recipe"] in ("sft", "distill"),
     "with the {recipe} recipe, whose rows have one format",
-    recipes=("sft",),
+    recipes=("sft", "distill"),
 )
 SCALAR_HEAD = Condition("`--head scalar`", lambda now: now["head"] == "scalar")
 LABELS = Condition("", lambda now: now["head"] != "scalar", "with --head scalar, which predicts a number")

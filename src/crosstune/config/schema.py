@@ -10,6 +10,7 @@ from typing import Any
 
 from crosstune.config.option import OnResume, Option, read_option
 from crosstune.config.options.data import DataOptions
+from crosstune.config.options.distill import DistillOptions
 from crosstune.config.options.hardware import HardwareOptions, ProcessOptions
 from crosstune.config.options.judge import JudgeOptions
 from crosstune.config.options.latent import LatentOptions
@@ -24,6 +25,7 @@ GROUPS: Mapping[str, type] = {
     "Method": MethodOptions,
     "Judge": JudgeOptions,
     "Preference": PreferenceOptions,
+    "Distillation": DistillOptions,
     "Training": TrainingOptions,
     "Hardware": HardwareOptions,
     "Several processes": ProcessOptions,
@@ -41,6 +43,7 @@ class Config(
     MethodOptions,
     JudgeOptions,
     PreferenceOptions,
+    DistillOptions,
     TrainingOptions,
     HardwareOptions,
     ProcessOptions,
