@@ -226,7 +226,7 @@ class DistillRecipe(SftRecipe):
         return {}
 
     def judge_evaluation(self, evaluations: Mapping[int, Metrics]) -> Mapping[str, str]:
-        return self._verdicts.observe_evaluation(evaluations)
+        return {} if self.teacher.is_student else self._verdicts.observe_evaluation(evaluations)
 
 
 def check_options(config: Config) -> list[UserError]:

@@ -112,7 +112,7 @@ class Teacher:
         if stored is not None:
             return plan_over_quantized(plan, stored.spec, folder=self.folder)
         bits = {"8bit": 8, "4bit": 4}.get(self.config.teacher_quantization)
-        method = {"train_type": "qlora", "n_bits": bits} if bits else {"train_type": "lora"}
+        method = {"train_type": "qlora", "n_bits": bits, "quantization_backend": "auto"} if bits else {"train_type": "lora"}
         kept = {name: getattr(plan.config, name) for name in ("packing", "use_flash_attention", "context_length")}
         precision = plan.precision.removesuffix("_autocast").removesuffix("_buffers")
         return plan_like(plan, {**method, **kept, "model_name": str(self.folder), "precision": precision})
