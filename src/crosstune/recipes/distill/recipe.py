@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
-from crosstune.core.errors import UserError, raise_all
+from crosstune.core.errors import UserError, naming, raise_all
 from crosstune.core.events import Evaluating, Observer, Observers, Warned
 from crosstune.core.protocols import Array, Backward, Metrics, Session, Task
 from crosstune.data.batches.row_order import rows_per_evaluation
@@ -66,20 +66,29 @@ class DistillRecipe(SftRecipe):
         super().__init__(config, model_folder=model_folder, observer=observer)
         self.objective, self.width = Objective.from_config(config), num_tokens(self.tokenizer)
         self.teacher = Teacher(config=config, student=model_folder, observer=observer or Observers())
+        self._is_checked = False
         self._stored: dict[str, Floats] = {}
         """The teacher's distributions of all supervised tokens by split, if they are stored."""
-        resumed = config.resume != "none"
-        if self.teacher.problem is not None and not (config.teacher_top_k and resumed):
-            raise self.teacher.problem
-        if self.teacher.problem is None:
-            self.teacher.check_tokens(self.tokenizer)
-            self._check_start()
 
-    def _check_start(self) -> None:
-        """Raise if there is nothing to learn from the teacher."""
-        if self.teacher.is_student and not self.config.ce_weight:
+    def configure(self, config: Config) -> None:
+        """Set the final options, and check the teacher: a plan opens the data without fetching it."""
+        super().configure(config)
+        if not self._is_checked:
+            self._check_teacher()
+        self._is_checked = True
+
+    def _check_teacher(self) -> None:
+        """Raise if the teacher is missing, has other tokens, or is the student, so that there is nothing to learn."""
+        teacher, may_be_stored = self.teacher, self.config.teacher_top_k and self.config.resume != "none"
+        if teacher.problem is not None and may_be_stored:
+            return
+        if teacher.problem is not None:
+            raise teacher.problem
+        with naming("teacher"):
+            teacher.check_tokens(self.tokenizer)
+        if teacher.is_student and not self.config.ce_weight:
             raise UserError(
-                f"The teacher {self.teacher.name} is the model that is trained.",
+                f"The teacher {teacher.name} is the model that is trained.",
                 why="the student starts with the teacher's distributions, so the loss is 0 and nothing is learned.",
                 do="name a larger --teacher, or add --ce_weight 1 to learn from the data near the teacher",
             )
@@ -208,7 +217,7 @@ class DistillRecipe(SftRecipe):
 
     def describe(self) -> Mapping[str, Any]:
         described, teacher = dict(super().describe()), self.teacher
-        if teacher.problem is None:
+        if teacher.is_found:
             described["teacher"] = {"name": teacher.name, "identity": teacher.identity}
             if teacher.has_other_template(self.tokenizer):
                 note = (
@@ -256,4 +265,10 @@ def check_options(config: Config) -> list[UserError]:
                 do="remove one of the two",
             )
         )
+    for option, why in (
+        ("packing", "the lengths of the student's answers are not known before they are written."),
+        ("train_on_prompt", "prompts are in the data, and the student writes answers only."),
+    ):
+        if config.on_policy_share and getattr(config, option):
+            problems.append(UserError(f"--on_policy_share cannot be combined with --{option}.", why=why))
     return problems

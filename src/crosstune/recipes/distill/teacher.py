@@ -23,7 +23,7 @@ _SHOWN_TOKENS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """The teacher of a run. Its folder is found when it is needed: a run with stored distributions needs none."""
+    """The teacher of a run. Its folder is looked up when it is needed: a run with stored distributions needs none."""
 
     config: Config
     student: Path
@@ -43,6 +43,11 @@ class Teacher:
 
         with naming("teacher"):
             return locate(self.name, cache=cache_override(), progress=show).path
+
+    @property
+    def is_found(self) -> bool:
+        """True if the folder has been looked up and exists."""
+        return "folder" in vars(self)
 
     @cached_property
     def problem(self) -> UserError | None:

@@ -173,10 +173,11 @@ class DistillLM(CausalLM):
         """Open the teacher, unless it is open or is the base under the adapters."""
         if self._opened is not None or self._first is not None:
             return
-        context = self.context
-        plan = self.teacher.plan(context.plan)
-        with memory_errors(context.device, doing=LOADING):
+        device = self.context.device
+        # Probing quantizers takes a training step, even if the teacher is opened in an evaluation.
+        with torch.inference_mode(False), torch.enable_grad(), memory_errors(device, doing=LOADING):
+            plan = self.teacher.plan(self.context.plan)
             model, _ = load_model(
-                self.teacher.folder, plan=plan, precision=PRECISIONS[plan.precision], device=context.device
+                self.teacher.folder, plan=plan, precision=PRECISIONS[plan.precision], device=device
             )
         self._opened = model.requires_grad_(False).eval()

@@ -9,6 +9,8 @@ from crosstune.core.protocols import Metrics
 
 CLOSER = 0.95
 """The fraction of the first divergence below which the student has come closer."""
+CLOSE = 0.02
+"""A student within this divergence, in nats per token, is close."""
 NO_BETTER = 1.0
 """The teacher's cross entropy relative to the student's, from which the teacher is no better."""
 
@@ -39,7 +41,7 @@ class Verdicts:
 
     def _stays_away(self, first: Metrics, last: Metrics) -> str:
         before, after = first["kl"], last["kl"]
-        if not after > CLOSER * before:
+        if not after > max(CLOSER * before, CLOSE):
             return ""
         return (
             f"the student stays away from the teacher: the held-out divergence is {before:.3f} before training and {after:.3f} "
