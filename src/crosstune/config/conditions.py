@@ -81,6 +81,9 @@ class RowWork:
 
 def work_of_rows(options: Mapping[str, Any]) -> RowWork:
     """Return the work for a row of the recipe and loss of these options."""
+    if options["recipe"] == "distill" and teaches_by_base(options):
+        stores = bool(options["teacher_top_k"])
+        return RowWork(num_passes=int(not stores), num_first_passes=int(stores), copies_weights=not stores)
     if options["recipe"] != "preference":
         return RowWork()
     losses = parse_losses(options["preference_loss"])
@@ -91,6 +94,17 @@ def work_of_rows(options: Mapping[str, Any]) -> RowWork:
     if is_precomputed(options["reference"], options["train_type"]):
         return RowWork(num_answers=answers, num_passes=others, num_first_passes=1 + others)
     return RowWork(num_answers=answers, num_passes=1 + 2 * others, copies_weights=True)
+
+
+def teaches_by_base(options: Mapping[str, Any], *, is_student: bool | None = None) -> bool:
+    """Return whether the teacher is the base under the trained adapters, so that no second model is loaded. `is_student`: whether
+    both have the same weights; by default judged by their names."""
+    same = options["teacher"] == options["model_name"] if is_student is None else is_student
+    starts = not options["base_adapter"] and options["init_lora"] == "default"
+    plain = not (options["modules_to_save"] or options["add_tokens"])
+    plain = plain and "lm_head" not in targets_in(options["lora_target_modules"])
+    adapters = TRAIN_TYPE_PARTS[options["train_type"]][0] in ADAPTER_METHODS
+    return same and adapters and starts and plain and options["teacher_quantization"] == "none"
 
 
 def is_precomputed(reference: str, train_type: str) -> bool:
@@ -188,7 +202,12 @@ def _with_trackers(*names: str) -> Condition:
 def _with_recipe(*names: str, otherwise: str = "with the {recipe} recipe") -> Condition:
     """Require one of these recipes."""
     summary = " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
-    return Condition(f"`--recipe` {summary}" if names[1:] else f"`--recipe {summary}`", lambda now: now["recipe"] in names, otherwise, recipes=names)
+    return Condition(
+        f"`--recipe` {summary}" if names[1:] else f"`--recipe {summary}`",
+        lambda now: now["recipe"] in names,
+        otherwise,
+        recipes=names,
+    )
 
 
 def _with_losses(*names: str) -> Condition:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from crosstune.config.conditions import work_of_rows
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.estimate.memory import MemoryParts, moment_bytes
@@ -115,9 +114,11 @@ def predict(
         time = step_time(fitted.shape, fitted.step, speed, cluster=cluster, tokens_per_row=row)
     first_pass_s = 0.0
     if speed is not None and data is not None:
-        passes = work_of_rows(config.options()).num_first_passes
         flops = (
-            passes * data.num_rows * data.tokens_per_row * forward_flops(fitted.shape, data.tokens_per_row)
+            fitted.step.first_passes
+            * data.num_rows
+            * data.tokens_per_row
+            * forward_flops(fitted.shape, data.tokens_per_row)
         )
         first_pass_s = flops / (speed.tflops * 1e12 * SUSTAINED) / cluster.size
     num_steps = data.num_steps if data is not None else config.max_steps if config.max_steps > 0 else None

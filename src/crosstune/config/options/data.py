@@ -101,7 +101,9 @@ class DataOptions:
         choices=("error", "cut", "drop", "split"),
     )
     packing: bool = option(False, "Pack multiple examples into one row, without attention between them")
-    train_on_prompt: bool = _option(False, "Compute the loss on prompts as well as answers", needs=(CONVERSATIONS,))
+    train_on_prompt: bool = _option(
+        False, "Compute the loss on prompts as well as answers", needs=(CONVERSATIONS,)
+    )
     data_rules: int = _option(
         3,
         "Version of the rules that tokenize and hold out rows; a resumed run keeps its version. 1: rows are tokenized "

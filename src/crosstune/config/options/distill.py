@@ -45,5 +45,7 @@ class DistillOptions:
     )
     ce_weight: float = _option(0.0, "Weight of the cross entropy of the data, added to the loss", high=1e6)
     on_policy_share: float = _option(
-        0.0, "Fraction of the steps that train on the student's own answers to the prompts of the data", high=1
+        0.0,
+        "Fraction of the steps that train on the student's own answers to the prompts of the data",
+        high=1,
     )

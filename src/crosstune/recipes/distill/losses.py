@@ -109,7 +109,14 @@ def unpack_rows(packed: Any, width: int, objective: Objective, f: Functions) -> 
 
 
 def measure(
-    logits: Any, targets: Any, teacher: TeacherRows, *, width: int, objective: Objective, f: Functions, weight: Any
+    logits: Any,
+    targets: Any,
+    teacher: TeacherRows,
+    *,
+    width: int,
+    objective: Objective,
+    f: Functions,
+    weight: Any,
 ) -> tuple[Any, Any]:
     """Return the loss of each token from the student's fp32 logits: the divergence from the teacher, plus `weight` times the cross
     entropy. And for each token the metrics, in their order, and whether the student's most likely token is wrong."""

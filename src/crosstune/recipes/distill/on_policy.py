@@ -42,7 +42,9 @@ class OnPolicyRecipe(DistillRecipe):
             return self.micro_batches(step)
         started = time.perf_counter()
         asked = [self.train[row[0]] for row in self._order().rows(step)]
-        answers = self._own_answers(session, [one.tokens[: prompt_length(one)].tolist() for one in asked], step=step)
+        answers = self._own_answers(
+            session, [one.tokens[: prompt_length(one)].tolist() for one in asked], step=step
+        )
         examples = [self._with_answer(one, answer) for one, answer in zip(asked, answers, strict=True)]
         self._metrics["completions/mean_length"] = float(np.mean([len(answer) for answer in answers]))
         self._metrics["time/generate_s"] = time.perf_counter() - started
@@ -88,7 +90,9 @@ class OnPolicyRecipe(DistillRecipe):
             [prompts[place] for place in places],
             max_new_tokens=min(config.max_new_tokens, self.train.limit - shortest),
             stop_ids=sorted(self.tokenizer.stop_ids),
-            sampling=Sampling(temperature=config.distill_temperature, seed=((config.seed << 32) + step) % 2**63),
+            sampling=Sampling(
+                temperature=config.distill_temperature, seed=((config.seed << 32) + step) % 2**63
+            ),
         )
         vectors = {
             place: np.array(answer.tokens, np.float32) for place, answer in zip(places, found, strict=True)

@@ -105,7 +105,9 @@ class DistillRecipe(SftRecipe):
         if earlier is not None and self.teacher.problem is None:
             before = read_log(earlier / "plan.json").get("data", {}).get("teacher", {}).get("identity")
             if before not in (None, self.teacher.identity):
-                message = f"the weights of the teacher {self.teacher.name} have changed since the run was started"
+                message = (
+                    f"the weights of the teacher {self.teacher.name} have changed since the run was started"
+                )
                 observer.on_event(Warned(message=message))
         if self.config.teacher_top_k:
             self._open_stored(session, folder=folder, earlier=earlier, writes=writes, observer=observer)
@@ -187,7 +189,9 @@ class DistillRecipe(SftRecipe):
         examples, pad_id = [[corpus[place] for place in row] for row in rows], self.tokenizer.pad_id
         packs = any(len(row) > 1 for row in rows)
         tokens = (
-            pack_rows(examples, pad_id=pad_id) if packs else pad_rows([row[0] for row in examples], pad_id=pad_id)
+            pack_rows(examples, pad_id=pad_id)
+            if packs
+            else pad_rows([row[0] for row in examples], pad_id=pad_id)
         )
         name = "train" if corpus is self.train else "held_out"
         stored = self._stored.get(name)
@@ -200,7 +204,9 @@ class DistillRecipe(SftRecipe):
         return [self._batch(self.train, rows[start : start + size]) for start in range(0, len(rows), size)]
 
     def longest_batch(self, size: int) -> DistillBatch:  # type: ignore[override]
-        rows = self.fullest_rows(size) if self.packed is not None else [[at] for at in self.longest_places(size)]
+        rows = (
+            self.fullest_rows(size) if self.packed is not None else [[at] for at in self.longest_places(size)]
+        )
         batch = self._batch(self.train, rows)
         if not self.config.teacher_top_k or batch.teacher is not None:
             return batch
@@ -213,7 +219,9 @@ class DistillRecipe(SftRecipe):
 
     def evaluation_batches(self, corpus: Corpus, size: int) -> Any:
         starts = range(0, len(corpus), size)
-        return (self._batch(corpus, [[at] for at in range(len(corpus))[start : start + size]]) for start in starts)
+        return (
+            self._batch(corpus, [[at] for at in range(len(corpus))[start : start + size]]) for start in starts
+        )
 
     def describe(self) -> Mapping[str, Any]:
         described, teacher = dict(super().describe()), self.teacher

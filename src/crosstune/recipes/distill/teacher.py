@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from crosstune.config.conditions import ADAPTER_METHODS, targets_in
+from crosstune.config.conditions import teaches_by_base
 from crosstune.config.load import cache_override
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
@@ -73,10 +73,7 @@ class Teacher:
 
     def is_base(self, plan: Plan) -> bool:
         """Return True if the student with its initial adapters is the teacher: then no second model is loaded."""
-        config = plan.config
-        plain = not (config.modules_to_save or config.add_tokens) and config.init_lora == "default"
-        on_layers = "lm_head" not in targets_in(config.lora_target_modules)
-        return plan.method in ADAPTER_METHODS and plain and on_layers and self.is_student
+        return teaches_by_base(plan.config.options(), is_student=True) and self.is_student
 
     def check_tokens(self, tokenizer: Tokenizer) -> None:
         """Raise unless the tokens of the teacher are those of the student, which `tokenizer` has."""
@@ -85,7 +82,9 @@ class Teacher:
         kinds = {
             "only the student has": sorted(own.keys() - others.keys(), key=own.__getitem__),
             "only the teacher has": sorted(others.keys() - own.keys(), key=others.__getitem__),
-            "other numbers have": [token for token, number in own.items() if others.get(token, number) != number],
+            "other numbers have": [
+                token for token, number in own.items() if others.get(token, number) != number
+            ],
         }
         found = [
             f"{what} {len(tokens):,} tokens, such as {', '.join(map(shown, tokens[:_SHOWN_TOKENS]))}"
@@ -117,8 +116,14 @@ class Teacher:
         if stored is not None:
             return plan_over_quantized(plan, stored.spec, folder=self.folder)
         bits = {"8bit": 8, "4bit": 4}.get(self.config.teacher_quantization)
-        method = {"train_type": "qlora", "n_bits": bits, "quantization_backend": "auto"} if bits else {"train_type": "lora"}
-        kept = {name: getattr(plan.config, name) for name in ("packing", "use_flash_attention", "context_length")}
+        method = (
+            {"train_type": "qlora", "n_bits": bits, "quantization_backend": "auto"}
+            if bits
+            else {"train_type": "lora"}
+        )
+        kept = {
+            name: getattr(plan.config, name) for name in ("packing", "use_flash_attention", "context_length")
+        }
         precision = plan.precision.removesuffix("_autocast").removesuffix("_buffers")
         return plan_like(plan, {**method, **kept, "model_name": str(self.folder), "precision": precision})
 

@@ -143,7 +143,9 @@ class DistillLM(CausalLM):
             values_of=lambda logits, place: measured(logits, place)[1],
         )
 
-    def _reader(self, model: nn.Module, tensors: Tensors, given: ModelInput) -> Callable[[slice], TeacherRows]:
+    def _reader(
+        self, model: nn.Module, tensors: Tensors, given: ModelInput
+    ) -> Callable[[slice], TeacherRows]:
         """Return a function for the teacher's distributions of some of the supervised tokens: stored, or computed a chunk at a
         time."""
         stored, f = tensors.get("teacher"), self.f
