@@ -168,7 +168,8 @@ class _Fitting:
             step,
             teacher_bytes=teacher_bytes(teacher, step, bits=_BITS.get(draft["teacher_quantization"])),
             teacher_stays=stays,
-            **{"extra_passes" if stays else "first_passes": passes},
+            extra_passes=passes if stays else 0,
+            first_passes=0 if stays else passes,
         )
 
     def teacher_bytes(self, quantization: str) -> int:

@@ -64,7 +64,7 @@ class MlxFunctions:
 
     @staticmethod
     def concat(*parts: mx.array) -> mx.array:
-        return mx.concatenate(parts, axis=-1)
+        return mx.concatenate(list(parts), axis=-1)
 
     @staticmethod
     def stack(columns: list[mx.array]) -> mx.array:

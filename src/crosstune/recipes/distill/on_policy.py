@@ -71,7 +71,7 @@ class OnPolicyRecipe(DistillRecipe):
     def longest_target(self) -> int:
         return max(super().longest_target(), min(self.train.limit, self.config.max_new_tokens))
 
-    def longest_batch(self, size: int) -> DistillBatch:
+    def longest_batch(self, size: int) -> DistillBatch:  # type: ignore[override]
         longest = max(self.train, key=prompt_length)
         answer = np.full(self.config.max_new_tokens, self.tokenizer.pad_id, dtype=np.int32)
         own = self._with_answer(longest, answer)

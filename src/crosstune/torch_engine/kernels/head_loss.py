@@ -75,7 +75,7 @@ class _HeadMeasure(torch.autograd.Function):
                 found = loss_of(logits.requires_grad_(needed), chunk)
             losses[chunk] = found.detach()
             if gradient is not None:
-                [by_logits] = torch.autograd.grad(found.sum(), logits)
+                [by_logits] = torch.autograd.grad(found, logits, torch.ones_like(found))
                 gradient[chunk] = by_logits @ weight
         ctx.save_for_backward(*([gradient] if gradient is not None else []))
         return losses
