@@ -230,6 +230,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     home = tmp_path_factory.mktemp("effects")
     tiny_model(home / "tiny")
+    tiny_model(home / "teacher", hidden=96)
     words = [
         "red",
         "green",

@@ -176,7 +176,7 @@ class DistillRecipe(SftRecipe):
         """The first stored row of each example by split, then the number of rows."""
         parts = {"train": self.train, "held_out": self.held_out}
         return {
-            name: np.append(0, np.cumsum([int(example.supervised[1:].sum()) for example in part]))
+            name: np.append(0, np.cumsum(part.num_supervised))
             for name, part in parts.items()
             if part is not None
         }

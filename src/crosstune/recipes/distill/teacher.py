@@ -64,6 +64,10 @@ class Teacher:
         return str(identity(self.folder)["sha256"])
 
     @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_folder(self.folder)
+
+    @cached_property
     def is_student(self) -> bool:
         """True if it has the weights that the student starts from, without an adapter."""
         if self.problem is not None:
@@ -77,7 +81,7 @@ class Teacher:
 
     def check_tokens(self, tokenizer: Tokenizer) -> None:
         """Raise unless the tokens of the teacher are those of the student, which `tokenizer` has."""
-        theirs = Tokenizer.from_folder(self.folder)
+        theirs = self.tokenizer
         own, others = (each.rust.get_vocab(with_added_tokens=True) for each in (tokenizer, theirs))
         kinds = {
             "only the student has": sorted(own.keys() - others.keys(), key=own.__getitem__),
@@ -107,7 +111,7 @@ class Teacher:
 
     def has_other_template(self, tokenizer: Tokenizer) -> bool:
         """Return True if the teacher has a chat template that is not the one of `tokenizer`."""
-        own = Tokenizer.from_folder(self.folder).chat_template
+        own = self.tokenizer.chat_template
         return own is not None and own != tokenizer.chat_template
 
     def plan(self, plan: Plan) -> Plan:
