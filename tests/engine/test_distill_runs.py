@@ -177,6 +177,21 @@ def test_damaged_distributions_are_found(home: Path, tmp_path: Path) -> None:
         train(home, tmp_path, name="again", resume=point, teacher_top_k=8)
 
 
+def test_another_loss_is_another_training(home: Path, tmp_path: Path) -> None:
+    train(home, tmp_path, save_steps=2)
+    point = str(tmp_path / "run" / "checkpoints" / "step-00000002")
+    with pytest.raises(UserError, match="does not match the checkpoint"):
+        train(home, tmp_path, name="again", resume=point, distill_loss="reverse_kl")
+    written = json.loads((home / "teacher" / "config.json").read_text())
+    try:
+        (home / "teacher" / "config.json").write_text(json.dumps(written | {"initializer_range": 0.5}))
+        _, summary = train(home, tmp_path, name="changed", resume=point)
+    finally:
+        (home / "teacher" / "config.json").write_text(json.dumps(written))
+    events = (tmp_path / "changed" / "events.jsonl").read_text()
+    assert "weights of the teacher" in events and summary["status"] == "finished"
+
+
 def test_verdicts() -> None:
     def metrics(kl: float, student: float = 3.0, teacher: float = 2.0) -> dict[str, float]:
         return {"kl": kl, "cross_entropy": student, "teacher_cross_entropy": teacher}
