@@ -180,7 +180,7 @@ CONTEXTS = (
     Context("latent_diffusion", "full", "adamw", "cpu", {"skip_eval": True}),
     Context("judge", "lora", "adamw", "cpu", {"skip_eval": True}),
     Context("preference", "lora", "adamw", "cpu"),
-    Context("distill", "lora", "adamw", "cpu", {"distill_loss": "jsd"}),
+    Context("distill", "lora", "adamw", "cpu", {"distill_loss": "jsd", "ce_weight": 9.0}),
     Context("distill", "lora", "adamw", "mlx"),
 )
 

@@ -133,8 +133,8 @@ class DistillLM(CausalLM):
         """Open the teacher, unless it is open or is the base under the adapters."""
         if self._loss.teacher is not None or self._loss.first is not None:
             return
-        plan = self.teacher.plan(self.opening.plan)
-        with memory_errors(doing=LOADING):
+        with memory_errors(doing=LOADING), self.teacher.opening():
+            plan = self.teacher.plan(self.opening.plan)
             model = load_model(self.teacher.folder, plan=plan, dtype=DTYPES[plan.precision], trained=False)
             model.freeze()
             model.eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -99,7 +100,9 @@ class Teacher:
             raise UserError(
                 f"The teacher {self.name} has other tokens than the student.",
                 why=f"their probabilities are compared token by token, and {'; '.join(found)}.",
-                do="use a teacher of the same family, whose tokenizer is the same, or train on answers that it writes: "
+                do="remove --add_tokens"
+                if self.config.add_tokens
+                else "use a teacher of the same family, whose tokenizer is the same, or train on answers that it writes: "
                 "crosstune generate, then --recipe sft",
             )
         width = num_tokens(tokenizer)
@@ -113,6 +116,10 @@ class Teacher:
         """Return True if the teacher has a chat template that is not the one of `tokenizer`."""
         own = self.tokenizer.chat_template
         return own is not None and own != tokenizer.chat_template
+
+    def opening(self) -> contextlib.AbstractContextManager[None]:
+        """Name the option in errors of the `with` block."""
+        return naming("teacher" if self.config.teacher_quantization == "none" else "teacher_quantization")
 
     def plan(self, plan: Plan) -> Plan:
         """Return the plan to open the teacher on the device of the student's plan."""

@@ -177,7 +177,12 @@ class DistillLM(CausalLM):
             return
         device = self.context.device
         # Probing quantizers takes a training step, even if the teacher is opened in an evaluation.
-        with torch.inference_mode(False), torch.enable_grad(), memory_errors(device, doing=LOADING):
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            memory_errors(device, doing=LOADING),
+            self.teacher.opening(),
+        ):
             plan = self.teacher.plan(self.context.plan)
             model, _ = load_model(
                 self.teacher.folder, plan=plan, precision=PRECISIONS[plan.precision], device=device
