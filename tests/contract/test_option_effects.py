@@ -65,7 +65,7 @@ WITHOUT_NUMBERS = {
         "reward_timeout reward_memory reward_patience allow_remote_rewards rubric watch_judge"
     ),
     "computes the same numbers in another way": "reference share_prompts",
-    "is the context itself": "recipe train_type backend model_name dataset optimizer llama_pro_path mlx_config",
+    "is the context itself": "recipe teacher train_type backend model_name dataset optimizer llama_pro_path mlx_config",
 }
 """Why options do not change numbers -> those options."""
 
@@ -85,6 +85,7 @@ VALUES: Mapping[str, Any] = {
     "undesirable_weight": 2.0, "sft_weight": 0.5, "center_rewards": 3.0,
     "reward": "json", "reward_weights": "0.5",
     "num_generations": 3, "temperature": 0.4, "epsilon": 1e-6, "epsilon_high": 1e-6, "num_iterations": 2,
+    "teacher_top_k": 2, "distill_beta": 0.9, "distill_temperature": 3.0, "ce_weight": 0.7, "on_policy_share": 1.0,
     "guidance": 3.0, "columns": "prompt=text", "chat_template": "alpaca",
 }  # fmt: skip
 """Values of options that are neither flags nor choices."""
@@ -162,6 +163,8 @@ class Context:
             asked |= {"num_samples": 1, "max_new_tokens": 2}
         if "lora" in self.train_type or "dora" in self.train_type:
             asked["lora_rank"] = 4
+        if self.recipe == "distill":
+            asked["teacher"] = str(home / "teacher")
         return asked | self.more
 
 
@@ -197,6 +200,8 @@ CONTEXTS = (
     Context("preference", "lora", "adam", "cpu", {"preference_loss": "kto", "eval_samples": 8}),
     Context("preference", "dora", "lion", "cpu", {"preference_loss": "orpo"}),
     Context("preference", "lora", "adamw", "mlx", {"preference_loss": "robust", "label_smoothing": 0.1}),
+    Context("distill", "lora", "adamw", "cpu", {"distill_loss": "jsd", "ce_weight": 9.0}),
+    Context("distill", "lora", "adamw", "mlx"),
 )
 
 
@@ -255,6 +260,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     home = tmp_path_factory.mktemp("effects")
     tiny_model(home / "tiny")
+    tiny_model(home / "teacher", hidden=96)
     words = [
         "red",
         "green",
@@ -288,6 +294,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for word in words * 2
     ]
     rows["rl"] = [{"prompt": f"Say {word}.", "text": word} for word in words * 2]
+    rows["distill"] = rows["sft"]
     for name, each in rows.items():
         (home / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in each))
     return home

@@ -280,6 +280,26 @@ def test_trl_trainer_of_a_command(tmp_path: Path, command: str, recipe: str, los
     assert "lr" in config.sources and config.train_type == "full"
 
 
+def test_distillation_of_trl(tmp_path: Path) -> None:
+    shared = "--model_name_or_path my/small --teacher_model_name_or_path my/large --dataset_name chats.jsonl"
+    asked = import_file(write(tmp_path, "run.sh", f"trl gkd {shared} --beta 0.2 --lmbda 0.3"))
+    assert asked.options["recipe"] == "distill" and asked.options["teacher"] == "my/large"
+    found = {
+        name: asked.options[name]
+        for name in ("distill_loss", "distill_beta", "on_policy_share", "distill_temperature")
+    }
+    assert found == {
+        "distill_loss": "jsd",
+        "distill_beta": 0.2,
+        "on_policy_share": 0.3,
+        "distill_temperature": 0.9,
+    }
+    plain = import_file(write(tmp_path, "plain.sh", f"trl distillation {shared}"))
+    assert (plain.options["distill_beta"], plain.options["on_policy_share"]) == (1.0, 1.0)
+    other = import_file(write(tmp_path, "dpo.sh", "trl dpo --dataset_name pairs.jsonl --beta 0.2"))
+    assert other.options["beta"] == 0.2
+
+
 def test_losses_of_trl_cpo(tmp_path: Path) -> None:
     """TRL has SimPO in its CPO trainer, with beta 0.1 and the cross entropy added; crosstune has 2 and 0."""
     text = "python cpo.py --model_name_or_path my/model --dataset_name a.jsonl --loss_type "

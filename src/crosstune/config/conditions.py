@@ -89,6 +89,9 @@ def work_of_rows(options: Mapping[str, Any]) -> RowWork:
         return RowWork(
             num_answers=options["num_generations"], num_passes=round(passes), copies_weights=has_reference
         )
+    if options["recipe"] == "distill" and teaches_by_base(options):
+        stores = bool(options["teacher_top_k"])
+        return RowWork(num_passes=int(not stores), num_first_passes=int(stores), copies_weights=not stores)
     if options["recipe"] != "preference":
         return RowWork()
     losses = parse_losses(options["preference_loss"])
@@ -99,6 +102,17 @@ def work_of_rows(options: Mapping[str, Any]) -> RowWork:
     if is_precomputed(options["reference"], options["train_type"]):
         return RowWork(num_answers=answers, num_passes=others, num_first_passes=1 + others)
     return RowWork(num_answers=answers, num_passes=1 + 2 * others, copies_weights=True)
+
+
+def teaches_by_base(options: Mapping[str, Any], *, is_student: bool | None = None) -> bool:
+    """Return whether the teacher is the base under the trained adapters, so that no second model is loaded. `is_student`: whether
+    both have the same weights; by default judged by their names."""
+    same = options["teacher"] == options["model_name"] if is_student is None else is_student
+    starts = not options["base_adapter"] and options["init_lora"] == "default"
+    plain = not (options["modules_to_save"] or options["add_tokens"])
+    plain = plain and "lm_head" not in targets_in(options["lora_target_modules"])
+    adapters = TRAIN_TYPE_PARTS[options["train_type"]][0] in ADAPTER_METHODS
+    return same and adapters and starts and plain and options["teacher_quantization"] == "none"
 
 
 def is_precomputed(reference: str, train_type: str) -> bool:
@@ -193,15 +207,15 @@ def _with_trackers(*names: str) -> Condition:
     return Condition(summary, lambda now: bool({*names} & {*trackers_in(now["log_to"])}))
 
 
-def _with_recipe(name: str) -> Condition:
-    otherwise = "with the {recipe} recipe"
-    return Condition(f"`--recipe {name}`", lambda now: now["recipe"] == name, otherwise, recipes=(name,))
-
-
-def _with_recipes(*names: str) -> Condition:
+def _with_recipe(*names: str, otherwise: str = "with the {recipe} recipe") -> Condition:
     """Require one of these recipes."""
-    summary = f"{', '.join(names[:-1])} or {names[-1]}"
-    return Condition(summary, lambda now: now["recipe"] in names, "with the {recipe} recipe", recipes=names)
+    summary = " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+    return Condition(
+        f"`--recipe` {summary}" if names[1:] else f"`--recipe {summary}`",
+        lambda now: now["recipe"] in names,
+        otherwise,
+        recipes=names,
+    )
 
 
 def _with_losses(*names: str) -> Condition:
@@ -294,12 +308,18 @@ TRACKER_GROUPS = _with_trackers("wandb", "trackio")
 TRACKER_OWNERS = _with_trackers("wandb", "weave")
 JUDGE = _with_recipe("judge")
 PREFERENCE = _with_recipe("preference")
+DISTILL = _with_recipe("distill")
+JSD = Condition(
+    "`--distill_loss jsd`",
+    lambda now: now["distill_loss"] == "jsd",
+    "with --distill_loss {distill_loss}",
+)
 WITH_REFERENCE = _with_losses(*(name for name in LOSSES if name not in WITHOUT_REFERENCE))
 SMOOTHED_LOSS, SIMPO, KTO_LOSS = (
     _with_losses(*names) for names in (("dpo", "robust", "simpo", "cpo"), ("simpo",), (KTO,))
 )
 RL = _with_recipe("rl")
-PREFERENCE_OR_RL = _with_recipes("preference", "rl")
+PREFERENCE_OR_RL = _with_recipe("preference", "rl")
 CLIPPED_LOSS = Condition(
     "another loss than reinforce", lambda now: now["rl_loss"] != "reinforce", "with --rl_loss reinforce"
 )
@@ -313,20 +333,18 @@ CORRECTED = Condition(
     lambda now: now["importance_correction"] != "none",
     "with --importance_correction none",
 )
-WITH_FRACTION = _with_recipes("sft", "preference", "rl")
-WITH_ROWS = _with_recipes("sft", "preference", "judge", "rl")
+HELD_OUT_BY_FRACTION = _with_recipe("sft", "preference", "rl", "distill")
+WITH_ROWS = _with_recipe("sft", "preference", "judge", "rl", "distill")
 SFT = _with_recipe("sft")
-ANSWERS_COMPARED = Condition(
-    "`--recipe sft`",
-    lambda now: now["recipe"] == "sft",
-    "with the {recipe} recipe, which has its own metrics",
-    recipes=("sft",),
+CONVERSATIONS = _with_recipe("sft", "distill")
+ANSWERS_COMPARED = _with_recipe(
+    "sft", "distill", otherwise="with the {recipe} recipe, which has its own metrics"
 )
 ROWS_WITH_FORMATS = Condition(
     "",
-    lambda now: now["recipe"] == "sft",
+    lambda now: now["recipe"] in ("sft", "distill"),
     "with the {recipe} recipe, whose rows have one format",
-    recipes=("sft",),
+    recipes=("sft", "distill"),
 )
 SCALAR_HEAD = Condition("`--head scalar`", lambda now: now["head"] == "scalar")
 LABELS = Condition("", lambda now: now["head"] != "scalar", "with --head scalar, which predicts a number")

@@ -58,6 +58,10 @@ SAME: Mapping[str, str] = _by_name(
         "dpo_label_smoothing": "label_smoothing",
         "pref_ftx rpo_alpha cpo_alpha": "sft_weight",
         "center_rewards_coefficient": "center_rewards",
+        "teacher_model teacher_model_name_or_path": "teacher",
+        "lmbda": "on_policy_share",
+        "kd_temperature": "distill_temperature",
+        "sft_alpha": "ce_weight",
         "kto_chosen_weight kto_desirable_weight": "desirable_weight",
         "kto_rejected_weight kto_undesirable_weight": "undesirable_weight",
     }
@@ -239,6 +243,8 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "wandb_api_key": "wandb login, or WANDB_API_KEY in the environment",
         "rl rlhf_type": "--recipe rl --rl_loss grpo, ...; --recipe preference --preference_loss dpo, ipo, orpo, simpo, kto, ...; --recipe judge --head scalar trains reward "
         "models",
+        "kd_trainer kd_loss": "--recipe distill with --teacher and --distill_loss",
+        "kd_ratio kd_alpha kd_ce_alpha": "--ce_weight: the loss is the divergence plus this weight times the cross entropy",
         "clear_cache_threshold": "cache_limit_gb in a file passed with --mlx_config, or --low_memory",
     }
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from crosstune.config.option import OnResume, Option, read_option
 from crosstune.config.options.data import DataOptions
+from crosstune.config.options.distill import DistillOptions
 from crosstune.config.options.hardware import HardwareOptions, ProcessOptions
 from crosstune.config.options.judge import JudgeOptions
 from crosstune.config.options.latent import LatentOptions
@@ -28,6 +29,7 @@ GROUPS: Mapping[str, type] = {
     "Preference": PreferenceOptions,
     "Rewards": RewardOptions,
     "Reinforcement learning": RlOptions,
+    "Distillation": DistillOptions,
     "Training": TrainingOptions,
     "Hardware": HardwareOptions,
     "Several processes": ProcessOptions,
@@ -47,6 +49,7 @@ class Config(
     PreferenceOptions,
     RewardOptions,
     RlOptions,
+    DistillOptions,
     TrainingOptions,
     HardwareOptions,
     ProcessOptions,

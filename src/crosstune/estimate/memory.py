@@ -49,6 +49,8 @@ class MemoryParts:
     buffers: int
     """Gathered shards, dense copies of quantized weights, and temporary gradients."""
     overhead: int
+    teacher: int = 0
+    """A second model, as far as it needs more memory than it leaves to a step."""
 
     @property
     def total(self) -> int:
@@ -101,6 +103,8 @@ def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
         in_backward = at_loss + (layer_bytes(shape, step) if step.checkpointing else 0)
         loss, backward = loss_bytes(shape, step), backward_bytes(shape, step)
         dense, held = dense_copies(shape, step) + gathered_bytes(shape, step), 0
+    if step.compares_logits:
+        loss = _compared_bytes(shape, step)
     before = 4 * trained // shards if step.num_micro_batches > 1 else 0
     # A 16-bit weight and its fp32 copy each have a gradient.
     own = 2 if _is_trained_in_16_bits(step) else 0
@@ -113,11 +117,14 @@ def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
         (4 * trained // shards, 0, 0, in_update - 4 * trained // shards + held),
     ]
     gradients, activations, logits, buffers = max(moments, key=sum)
+    optimizer = (moment_bytes(trained, step.optimizer) + 4 * trained * step.averages) // shards
+    in_step = gradients + activations + logits + buffers + optimizer
     return MemoryParts(
         weights=weight_bytes(shape, step) // shards,
         adapters=(copy_bytes(step, trained) + reference_bytes(step, trained)) // shards,
+        teacher=step.teacher_bytes if step.teacher_stays else max(0, step.teacher_bytes - in_step),
         gradients=gradients,
-        optimizer=(moment_bytes(trained, step.optimizer) + 4 * trained * step.averages) // shards,
+        optimizer=optimizer,
         activations=0 if step.offloads_activations else activations,
         logits=logits,
         buffers=buffers,
@@ -152,7 +159,10 @@ def fast_working_bytes(shape: ModelShape, step: Step) -> int:
     """Return the bytes of a step with the fast layers without weights, adapters and kept activations."""
     trained = trained_parameters(shape, step)
     passing = max(fast_layers.backward_bytes(shape, step), fast_layers.loss_bytes(shape, step))
-    return 4 * trained + moment_bytes(trained, step.optimizer) + 4 * trained * step.averages + passing
+    teacher = step.teacher_bytes if step.teacher_stays else 0
+    return (
+        4 * trained + moment_bytes(trained, step.optimizer) + 4 * trained * step.averages + passing + teacher
+    )
 
 
 def weight_bytes(shape: ModelShape, step: Step) -> int:
@@ -268,6 +278,21 @@ def loss_bytes(shape: ModelShape, step: Step) -> int:
     if count <= LOGITS_AT_A_TIME:
         return 12 * count
     return 2 * count * step.width + (2 if step.width == 4 else 3) * 4 * LOGITS_AT_A_TIME
+
+
+def _compared_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes of the logits of two models, their log probabilities and temporaries, for a chunk of tokens."""
+    count = step.batch * min(step.context, step.supervised or step.context) * shape.vocab
+    return 10 * 4 * min(count, LOGITS_AT_A_TIME)
+
+
+def teacher_bytes(teacher: ModelShape, step: Step, *, bits: int | None) -> int:
+    """Return the bytes of a teacher with weights of `bits`, None for the compute dtype, and of its forward pass."""
+    own = replace(
+        step, method="lora", quantizer="bnb" if bits else "none", n_bits=bits or 16, weight_bits=step.compute_bits, num_new_blocks=0
+    )  # fmt: skip
+    passing = step.tokens * step.width * (4 * teacher.hidden + 3 * teacher.active_intermediate)
+    return weight_bytes(teacher, own) + passing
 
 
 def dense_copies(shape: ModelShape, step: Step) -> int:

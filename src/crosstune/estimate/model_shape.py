@@ -137,8 +137,16 @@ class Step:
     """The tokens of the longest row."""
     answers: int = 1
     """The answers in a row, each of which may be as long as --context_length."""
-    extra_passes: int = 0
-    """Forward passes without gradients next to the trained one."""
+    extra_passes: float = 0
+    """Forward passes without gradients next to the trained one, in passes of the trained model."""
+    first_passes: float = 0
+    """Forward passes over the data before the first step."""
+    teacher_bytes: int = 0
+    """The memory of a teacher's forward pass, with its weights."""
+    teacher_stays: bool = True
+    """False if the teacher is freed before the first step."""
+    compares_logits: bool = False
+    """True if the loss compares two distributions for each token, in chunks."""
     copies_trained: bool = False
     """True if a copy of the initial trained weights is kept."""
     supervised: int | None = None

@@ -22,7 +22,7 @@ BENCHMARKS = "benchmarks.json"
 """The results of `crosstune eval`."""
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
 REFERENCE = "reference.safetensors"
-"""The log probabilities of a preference run's reference."""
+"""The log probabilities of a preference run's reference, or of a distillation's teacher."""
 _STAGED = (*RUN_FILES, REFERENCE)
 REPORT = "report.html"
 _KEPT_FOLDERS = ("checkpoints", "adapter", "model")

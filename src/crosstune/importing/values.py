@@ -350,11 +350,30 @@ def trl_trainer(value: Any, given: Mapping[str, Any]) -> Found:
     if value in ("grpo", "rloo"):
         # The default of GRPOConfig.loss_type, which a given value replaces.
         return {"recipe": "rl", "rl_loss": "rloo" if value == "rloo" else "dapo"}
+    if value in ("gkd", "distillation"):
+        names = {"beta": "distill_beta", "lmbda": "on_policy_share", "temperature": "distill_temperature"}
+        defaults = (0.5, 0.5, 0.9) if value == "gkd" else (1.0, 1.0, 1.0)
+        kept = {
+            names[name]: number for name, number in zip(names, defaults, strict=True) if name not in given
+        }
+        return {"recipe": "distill", "distill_loss": "jsd", **kept}
     if value == "sft":
         return {"recipe": "sft"}
     return Missing(
-        f"crosstune has no counterpart of {value}; pass --recipe sft, preference, rl or judge to this command"
+        f"crosstune has no counterpart of {value}; "
+        "pass --recipe sft, preference, rl, distill or judge to this command"
     )
+
+
+def trl_beta(value: Any, given: Mapping[str, Any]) -> Found:
+    """Read `beta`, which in TRL's distillation chooses the divergence."""
+    return {"distill_beta" if given.get("trainer") in ("gkd", "distillation") else "beta": value}
+
+
+def trl_temperature(value: Any, given: Mapping[str, Any]) -> Found:
+    return {
+        "distill_temperature" if given.get("trainer") in ("gkd", "distillation") else "temperature": value
+    }
 
 
 def peft_config(value: Any, given: Mapping[str, Any]) -> Found:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from crosstune.config.conditions import TRAIN_TYPE_PARTS
+from crosstune.config.conditions import TRAIN_TYPE_PARTS, teaches_by_base
 from crosstune.config.load import backend_variables, cache_override, launch_variables, make_config
 from crosstune.config.mlx_settings import read_settings
 from crosstune.config.recipe_spec import load_recipe
@@ -136,7 +136,11 @@ def model_facts(config: Config, preset: Mapping[str, Preset]) -> dict[str, Any]:
     method, library = TRAIN_TYPE_PARTS[config.train_type]
     loaded = (config.llama_pro_path if method == "llama_pro" else None) or config.model_name
     folder = Path(config.model_name).expanduser()
+    teacher = config.teacher if config.recipe == "distill" else None
     return {
+        "teacher": shape(teacher, cache=cache_override())
+        if teacher and not teaches_by_base(config.options())
+        else None,
         "shape": shape(loaded, cache=cache_override()),
         "stored": _stored_quantization(folder) if library != "none" else None,
     }

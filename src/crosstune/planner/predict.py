@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from crosstune.config.conditions import work_of_rows
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.data.batches.row_order import rows_per_step
@@ -122,9 +121,11 @@ def predict(
         time = step_time(fitted.shape, fitted.step, speed, cluster=cluster, tokens_per_row=row)
     first_pass_s = 0.0
     if speed is not None and data is not None:
-        passes = work_of_rows(config.options()).num_first_passes
         flops = (
-            passes * data.num_rows * data.tokens_per_row * forward_flops(fitted.shape, data.tokens_per_row)
+            fitted.step.first_passes
+            * data.num_rows
+            * data.tokens_per_row
+            * forward_flops(fitted.shape, data.tokens_per_row)
         )
         first_pass_s = flops / (speed.tflops * 1e12 * SUSTAINED) / cluster.size
     num_steps = data.num_steps if data is not None else config.max_steps if config.max_steps > 0 else None

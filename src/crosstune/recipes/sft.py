@@ -258,15 +258,18 @@ class SftRecipe(TokenRecipe):
         if self.held_out is None:
             return Evaluation(metrics={})
         size = rows_per_evaluation(self.config)
-        batches = split_rows(list(self.held_out), batch_size=size, pad_id=self.tokenizer.pad_id)
         num_batches = -(-len(self.held_out) // size)
         with averaged(session):  # answers and loss of the same weights
+            batches = self.evaluation_batches(self.held_out, size)
             result = session.evaluate(reporting(batches, num_batches, observer))
             samples = self._answer(session, self.questions[: self.config.num_samples], observer)
         metrics = {"loss": result.loss, **result.metrics}
         if self.metric() != "exact_match" or not self.questions:
             metrics.pop("exact_match", None)
         return Evaluation(metrics=metrics, samples=samples)
+
+    def evaluation_batches(self, corpus: Corpus, size: int) -> Iterator[Any]:
+        return split_rows(list(corpus), batch_size=size, pad_id=self.tokenizer.pad_id)
 
     def complete_result(self, folder: Path) -> None:
         write_tokenizer(self.config, self.tokenizer, folder, has_turns=self.train.form not in ("text", DUMMY))

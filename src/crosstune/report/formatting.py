@@ -16,7 +16,7 @@ NOT_FINITE = "not finite"
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FIRST_METRICS = ("loss", "exact_match", "rewards/accuracies", "rewards/margins")
 _FEW_METRICS = ("loss", "rewards/margins", "rewards/accuracies", "kl")
-"""The metrics of preferences on the terminal; metrics.jsonl and the page have all."""
+"""The metrics of preferences and distillation on the terminal; metrics.jsonl and the page have all."""
 _LOWER_IS_BETTER = frozenset(
     {"loss", "nll", "nats", "perplexity", "ppl", "error", "mse", "mae", "rmse", "wer", "cer", "ece"}
 )

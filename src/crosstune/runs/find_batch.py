@@ -36,7 +36,7 @@ _MATTERS = (
         "double_quant",
     ),
     *("lora_rank", "lora_target_modules", "lora_dropout", "optimizer", "precision", "packing", "ema_decay"),
-    *("modules_to_save", "add_tokens"),
+    *("modules_to_save", "add_tokens", "teacher", "teacher_quantization", "teacher_top_k"),
     *("use_gradient_checkpointing", "use_activation_cpu_offload", "use_flash_attention", "sharding_strategy"),
     *("kernels", "base_precision"),
     *("low_memory", "num_new_blocks", "train_on_prompt", "gradient_accumulation_steps", "rows_per_step"),

@@ -38,7 +38,7 @@ from crosstune.runs.resume_identity import check_same, compare, identity_of
 
 DATA_LIMIT = 1_000_000_000
 _KEPT = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", REFERENCE)
-"""Files of the run folder in the archive, if present: its logs, and the reference of a preference run."""
+"""Files of the run folder in the archive, if present: its logs, and the log probabilities of a reference or teacher."""
 
 
 @dataclass(frozen=True, kw_only=True)

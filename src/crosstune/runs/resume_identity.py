@@ -59,8 +59,12 @@ def identity_of(plan: Plan, model: ModelFolder | None, recipe: Recipe) -> dict[s
 
 def identity_of_options(plan: Plan) -> dict[str, Any]:
     """Return the parts of the identity that need neither the model nor the data."""
-    is_preference = plan.config.recipe == "preference"
-    objective = {"objective": parse_losses(plan.config.preference_loss)} if is_preference else {}
+    config, objective = plan.config, dict[str, Any]()
+    if config.recipe == "preference":
+        objective = {"objective": parse_losses(config.preference_loss)}
+    if config.recipe == "distill":
+        names = ("distill_loss", "distill_temperature", "teacher_top_k", "ce_weight", "on_policy_share")
+        objective = {"objective": {name: getattr(config, name) for name in names}}
     return {
         "quantization": plan.quant_spec.to_json() if plan.quant_spec is not None else None,
         "trainable": settings_of(plan),

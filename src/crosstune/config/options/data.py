@@ -7,13 +7,13 @@ from functools import partial
 
 from crosstune.config.conditions import (
     ANSWERS_COMPARED,
+    CONVERSATIONS,
     EVALUATION,
+    HELD_OUT_BY_FRACTION,
     NO_SKIP_EVAL,
     ROWS_WITH_FORMATS,
-    SFT,
     STREAMED_LOADING,
     TORCH_ENGINE,
-    WITH_FRACTION,
     WITH_ROWS,
 )
 from crosstune.config.option import OnResume, StringKind, not_zero, option
@@ -44,10 +44,10 @@ class DataOptions:
         "eval_samples unless that is set; unset: a tenth",
         low=0.0001,
         high=0.9,
-        needs=(EVALUATION, WITH_FRACTION),
+        needs=(EVALUATION, HELD_OUT_BY_FRACTION),
     )
     dedup: bool = _option(
-        False, "Drop duplicate rows, and training rows that are also held out", needs=(SFT,)
+        False, "Drop duplicate rows, and training rows that are also held out", needs=(CONVERSATIONS,)
     )
     skip_bad_rows: bool = _option(
         False,
@@ -101,7 +101,9 @@ class DataOptions:
         choices=("error", "cut", "drop", "split"),
     )
     packing: bool = option(False, "Pack multiple examples into one row, without attention between them")
-    train_on_prompt: bool = _option(False, "Compute the loss on prompts as well as answers", needs=(SFT,))
+    train_on_prompt: bool = _option(
+        False, "Compute the loss on prompts as well as answers", needs=(CONVERSATIONS,)
+    )
     data_rules: int = _option(
         3,
         "Version of the rules that tokenize and hold out rows; a resumed run keeps its version. 1: rows are tokenized "

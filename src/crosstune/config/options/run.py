@@ -34,7 +34,7 @@ MISMATCHES = (
     "objective",
     "loss",
 )
-"""Parts of a run's identity, in message order; `objective`: the losses of preferences, `loss`: the check after a move."""
+"""Parts of a run's identity, in message order; `objective`: the losses of preferences or distillation, `loss`: the check after a move."""
 LONGEST_NAME_BYTES = 200
 """File systems allow 255; crosstune appends to the name: `~1`, the suffix of an archive or a temporary folder."""
 

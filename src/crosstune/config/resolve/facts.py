@@ -45,6 +45,8 @@ class Facts:
     ranks: Ranks | None = None
     """Set for a multi-process run."""
     shape: ModelShape | None = None
+    teacher: ModelShape | None = None
+    """The shape of a teacher, if it is a second model and known."""
     stored: StoredQuantization | None = None
     """Set if the model folder is quantized."""
     base: BaseChoice | None = None

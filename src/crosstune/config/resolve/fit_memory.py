@@ -14,11 +14,21 @@ from crosstune.config.resolve.plan import Draft
 from crosstune.config.schema import options_by_name
 from crosstune.core.names import read_expanded_name
 from crosstune.estimate.machine import held_score_bits
-from crosstune.estimate.memory import GIB, Fitted, largest_batch, step_parts, surely_too_large
+from crosstune.estimate.memory import (
+    GIB,
+    Fitted,
+    largest_batch,
+    step_parts,
+    surely_too_large,
+    teacher_bytes,
+)
 from crosstune.estimate.model_shape import Step, expand_shape
+from crosstune.estimate.step_time import forward_flops
 
 MAX_ESTIMATED = 64
 """Maximum estimated batch for `--batch_size auto`."""
+_BITS = {"8bit": 8, "4bit": 4}
+"""Values of --teacher_quantization."""
 RECOMPUTES_BY_MEMORY = "cuda"
 """The torch device (including ROCm) on which the fast layers recompute by free memory."""
 
@@ -50,6 +60,12 @@ def fit_memory(draft: Draft, *, limit: int) -> Fitted | None:
         draft.set("batch_size", smaller, why)
         draft.set("gradient_accumulation_steps", rows // smaller, "keeps the number of rows per step")
         need = fitted.estimate()
+    if need > limit and (teacher := fitted.step().teacher_bytes) and draft["teacher_quantization"] == "none":
+        smaller_teacher = fitted.teacher_bytes("4bit")
+        draft.warn(
+            "teacher",
+            f"it takes {teacher / GIB:.1f} GiB of that; --teacher_quantization 4bit makes it {smaller_teacher / GIB:.1f} GiB",
+        )
     if need > limit:
         advice = advise(
             {name: draft[name] for name in draft.request.options()}
@@ -98,7 +114,7 @@ class _Fitting:
         context = min(most, longest or most)
         fast = draft["kernels"] == "fast" and report.engine == "torch"
         shape = self.shape
-        return Step(
+        step = Step(
             method=draft.method,
             rank=draft["lora_rank"],
             targets=draft["lora_target_modules"],
@@ -112,6 +128,8 @@ class _Fitting:
             context=context,
             answers=work.num_answers,
             extra_passes=work.num_passes,
+            first_passes=work.num_first_passes,
+            compares_logits=draft["recipe"] == "distill",
             copies_trained=work.copies_weights,
             supervised=draft.facts.longest_target,
             checkpointing=draft["use_gradient_checkpointing"],
@@ -137,6 +155,27 @@ class _Fitting:
             recomputes_by_memory=report.device == RECOMPUTES_BY_MEMORY,
             overhead_bytes=draft.facts.backends[report.name].overhead_bytes,
         )
+        return self._with_teacher(step)
+
+    def _with_teacher(self, step: Step) -> Step:
+        """Add the memory and the passes of a teacher that is a second model."""
+        draft, teacher, shape = self.draft, self.draft.facts.teacher, self.shape
+        if teacher is None or shape is None:
+            return step
+        stays = not draft["teacher_top_k"]
+        passes = forward_flops(teacher, step.context) / forward_flops(shape, step.context)
+        return replace(
+            step,
+            teacher_bytes=teacher_bytes(teacher, step, bits=_BITS.get(draft["teacher_quantization"])),
+            teacher_stays=stays,
+            extra_passes=passes if stays else 0,
+            first_passes=0 if stays else passes,
+        )
+
+    def teacher_bytes(self, quantization: str) -> int:
+        """Return the memory of the teacher with another quantization."""
+        assert self.draft.facts.teacher is not None
+        return teacher_bytes(self.draft.facts.teacher, self.step(), bits=_BITS[quantization])
 
     def result(self, **changed: Any) -> Fitted:
         assert self.shape is not None

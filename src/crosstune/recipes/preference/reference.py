@@ -44,7 +44,7 @@ def write_reference(
 
 
 def read_reference(
-    path: Path, identities: Mapping[str, str], rows: Mapping[str, int], *, made: str | None
+    path: Path, identities: Mapping[str, str], rows: Mapping[str, int], *, made: str | None, columns: int = 2
 ) -> dict[str, Array] | None:
     """Return the stored log probabilities, nan where they are not computed yet. None if there are none, or none of this data, this
     model and, unless `made` is None, this computation. Raise if the file is damaged."""
@@ -59,8 +59,8 @@ def read_reference(
         hashed, values = texts[name + _HASH], arrays.get(name)
         if not hashed.startswith(identity):
             return None
-        if values is None or values.dtype != np.float32 or values.shape != (rows[name], 2):
-            raise _damaged(path, f"{name!r} is not an array of {rows[name]} x 2 float32 numbers.")
+        if values is None or values.dtype != np.float32 or values.shape != (rows[name], columns):
+            raise _damaged(path, f"{name!r} is not an array of {rows[name]} x {columns} float32 numbers.")
         # Files of the first version have no hash of the numbers.
         if hashed not in (identity, f"{identity} {_sha(values)}") or np.isinf(values).any():
             raise _damaged(path, f"the numbers of {name!r} do not match their hash.")

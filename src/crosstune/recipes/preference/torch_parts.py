@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,9 @@ from crosstune.core.protocols import Array
 from crosstune.recipes.preference.batch import OTHER, PreferenceBatch
 from crosstune.recipes.preference.losses import PreferenceLoss
 from crosstune.recipes.preference.metrics import loss_and_metrics, metric_names
-from crosstune.torch_engine.device import evaluating
-from crosstune.torch_engine.sharding.local_shard import free_gathered, local_part
 from crosstune.torch_engine.task import MetricSums, Tensors
 from crosstune.torch_engine.tasks.causal_lm import CausalLM, can_share_prompts
+from crosstune.torch_engine.tasks.first_weights import FirstWeights
 from crosstune.torch_engine.tasks.model_input import ModelInput
 
 
@@ -39,37 +38,22 @@ class ReferenceLM(CausalLM):
 
     def __init__(self) -> None:
         super().__init__()
-        self._reference: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._reference: FirstWeights | None = None
 
     def keep_reference(self, model: nn.Module, trained: Mapping[str, torch.nn.Parameter]) -> None:
         """Keep the initial weights: with them, the model is the reference."""
-        self._reference = [
-            (parameter, local_part(parameter.detach()).clone()) for parameter in trained.values()
-        ]
+        self._reference = FirstWeights(trained)
         if self.decoder is None:
             self.shares_prompts = can_share_prompts(model, device=self.context.device)
 
     def forget_reference(self) -> None:
         """Free the initial weights, when all log probabilities of the reference are known."""
-        self._reference = []
+        self._reference = None
 
-    @contextlib.contextmanager
-    def as_reference(self, model: Any) -> Iterator[None]:
+    def as_reference(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Turn the model into the reference in the `with` block, without gradients and dropout."""
-        assert self._reference, "the initial weights are kept"
-        with evaluating(model), torch.no_grad():
-            trained = [local_part(parameter.detach()).clone() for parameter, _ in self._reference]
-            self._put(model, [before for _, before in self._reference])
-            try:
-                yield
-            finally:
-                self._put(model, trained)
-
-    def _put(self, model: nn.Module, values: list[torch.Tensor]) -> None:
-        """Copy into this rank's part of the trained weights. The next pass gathers them again: FSDP2 keeps some between passes."""
-        free_gathered(model)
-        for (parameter, _), value in zip(self._reference, values, strict=True):
-            local_part(parameter).copy_(value)
+        assert self._reference is not None, "the initial weights are kept"
+        return self._reference.restored(model)
 
 
 class PreferenceLM(ReferenceLM):

@@ -23,7 +23,13 @@ from crosstune.torch_engine.kernels.halves import (
     run_attention,
     run_mlp,
 )
-from crosstune.torch_engine.kernels.head_loss import head_errors, head_loss, head_token_losses
+from crosstune.torch_engine.kernels.head_loss import (
+    Measure,
+    head_errors,
+    head_loss,
+    head_token_losses,
+    measure_head,
+)
 from crosstune.torch_engine.kernels.operations import Heads, Norm, Operations, has_triton
 from crosstune.torch_engine.kernels.stacked import Publishing, Stacked
 
@@ -131,6 +137,13 @@ class FastDecoder:
         """Return the cross entropy and the entropy of each token."""
         with torch.autocast(self.device.type, enabled=False):
             return head_token_losses(hidden, self.head(), targets, self.operations)
+
+    def measure(
+        self, hidden: torch.Tensor, loss_of: Measure, values_of: Measure
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of each row of logits, and values without a gradient."""
+        with torch.autocast(self.device.type, enabled=False):
+            return measure_head(hidden, self.head(), loss_of, values_of)
 
     def loss_and_errors(
         self, hidden: torch.Tensor, targets: torch.Tensor

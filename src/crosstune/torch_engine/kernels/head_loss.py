@@ -1,7 +1,8 @@
-"""Compute the cross entropy over a frozen output head in chunks of tokens, with the gradient in the same pass."""
+"""Compute the cross entropy or another loss over a frozen output head in chunks of tokens, with the gradient in the same pass."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,52 @@ def head_errors(
         wrong[chunk] = logits.argmax(dim=-1) != targets[chunk]
         total += operations.cross_entropy(logits, targets[chunk], gradient=False)[0]
     return total, wrong
+
+
+Measure = Callable[[torch.Tensor, slice], torch.Tensor]
+"""(logits of some rows, which rows) -> a value or a vector for each row."""
+
+
+def measure_head(
+    hidden: torch.Tensor, weight: torch.Tensor, loss_of: Measure, values_of: Measure
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of each row of logits, and values without a gradient, in fp32. A row's loss depends on its logits only."""
+    values: list[torch.Tensor] = []
+    losses: torch.Tensor = _HeadMeasure.apply(hidden, weight, loss_of, values_of, values)
+    return losses, torch.cat(values)
+
+
+class _HeadMeasure(torch.autograd.Function):
+    """Like `_HeadLoss` for any loss: autograd differentiates one chunk of logits at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        loss_of: Measure,
+        values_of: Measure,
+        values: list[torch.Tensor],
+    ) -> torch.Tensor:
+        needed = ctx.needs_input_grad[0]
+        losses = _zero(hidden, len(hidden))
+        gradient = torch.empty_like(hidden) if needed else None
+        for chunk in _chunks(hidden, weight) or [slice(0, 0)]:
+            logits = hidden[chunk].to(weight.dtype) @ weight.t()
+            values.append(values_of(logits, chunk))
+            with torch.set_grad_enabled(needed):
+                found = loss_of(logits.requires_grad_(needed), chunk)
+            losses[chunk] = found.detach()
+            if gradient is not None:
+                [by_logits] = torch.autograd.grad(found, logits, torch.ones_like(found))
+                gradient[chunk] = by_logits @ weight
+        ctx.save_for_backward(*([gradient] if gradient is not None else []))
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
+        [gradient] = ctx.saved_tensors
+        return gradient * upstream[0].to(gradient.dtype)[..., None], None, None, None, None
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -37,7 +37,13 @@ from crosstune.torch_engine.tasks.model_input import (
     noise_of,
 )
 from crosstune.torch_engine.tasks.noisy_embeddings import noisy_embeddings
-from crosstune.torch_engine.tasks.token_losses import cross_entropy_sum, model_token_losses
+from crosstune.torch_engine.tasks.token_losses import (
+    Measure,
+    cross_entropy_sum,
+    head_inputs,
+    measure_model,
+    model_token_losses,
+)
 
 _PROBE_TOKENS = 32
 
@@ -162,6 +168,28 @@ class CausalLM:
         return model_token_losses(
             model, options, select=select, targets=given.targets, temperature=temperature
         )
+
+    def measure_tokens(
+        self, model: nn.Module, given: ModelInput, *, loss_of: Measure, values_of: Measure
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of each supervised token from its logits, and values without a gradient, with the logits in chunks."""
+        if self.decoder is not None and given.rows is not None:
+            return self.decoder.measure(fast_hidden(self.decoder, given), loss_of, values_of)
+        options, select = self._model_call(model, given)
+        return measure_model(model, options, select=select, loss_of=loss_of, values_of=values_of)
+
+    def head_inputs(
+        self, model: nn.Module, given: ModelInput, *, decoder: FastDecoder | None = None
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """Return the head's input for the supervised tokens of a model, and a function that computes the logits of some of
+        them. Without gradients; by the fast layers of the model if given."""
+        if decoder is not None and given.rows is not None:
+            with torch.no_grad():
+                return fast_hidden(decoder, given), torch.no_grad()(decoder.logits)
+        if given.positions is not None and given.branches is None:
+            ensure_separates_documents(model, device=given.positions.device)
+        options, select = self._model_call(model, given)
+        return head_inputs(model, options, select=select)
 
     def check_packed(self, model: nn.Module, positions: torch.Tensor | None) -> None:
         """Raise if the model cannot train on packed rows; only those have positions."""

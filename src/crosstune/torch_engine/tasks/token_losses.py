@@ -48,6 +48,12 @@ class _Chunked(torch.autograd.Function):
         return gradient * upstream[0].to(gradient.dtype), None, None
 
 
+Place = slice
+"""Some of the rows that reach the head."""
+Measure = Callable[[torch.Tensor, Place], torch.Tensor]
+"""(logits of some rows, which rows) -> a value or a vector for each row."""
+
+
 def model_token_losses(
     model: Any,
     options: Mapping[str, Any],
@@ -57,63 +63,129 @@ def model_token_losses(
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross entropy of each token of `targets`, and its entropy without a gradient, in fp32, of the logits divided by
-    the temperature.
+    the temperature."""
 
-    `select` picks the rows of the targets from the head's input, rows x length x channels. In the model's forward pass, the
-    head computes these losses instead of logits: it repeats the model's code around the head (scales, caps) for a chunk of
-    rows at a time, and again in the backward pass.
+    def scaled(logits: torch.Tensor) -> torch.Tensor:
+        return logits if temperature == 1 else logits.float() / temperature
+
+    def loss_of(logits: torch.Tensor, place: Place) -> torch.Tensor:
+        return F.cross_entropy(scaled(logits).float(), targets[place], reduction="none")
+
+    def entropy_of(logits: torch.Tensor, _: Place) -> torch.Tensor:
+        return _entropy(scaled(logits))
+
+    return measure_model(model, options, select=select, loss_of=loss_of, values_of=entropy_of)
+
+
+def measure_model(
+    model: Any,
+    options: Mapping[str, Any],
+    *,
+    select: Callable[[torch.Tensor], torch.Tensor],
+    loss_of: Measure,
+    values_of: Measure,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of each row of logits, and values without a gradient, in fp32.
+
+    `select` picks the rows from the head's input, rows x length x channels. In the model's forward pass, the head computes these
+    losses instead of logits: it repeats the model's code around the head (scales, caps) for a chunk of rows at a time, and again
+    in the backward pass.
     """
-    head, body = model.get_output_embeddings(), model.base_model
-    if head is None or body is model:
-        return _of_logits(select(model(**options).logits).float() / temperature, targets)
-    losses, entropies = list[torch.Tensor](), list[torch.Tensor]()
-    kinds, project, width = list[Any](), head.forward, 0
+    split = _SplitModel(model)
+    losses, values = list[torch.Tensor](), list[torch.Tensor]()
+    width = 0
 
-    def logits_of(part: torch.Tensor) -> torch.Tensor:
-        ids = torch.zeros((1, len(part)), dtype=torch.int64, device=part.device)
-        with (
-            _replaced_forward(body, lambda *_, **__: kinds[0](last_hidden_state=part[None])),
-            _replaced_forward(head, lambda _: project(part[None])),
-        ):
-            found: torch.Tensor = model.forward(input_ids=ids, use_cache=False).logits[0]
-        return found
-
-    def measure(part: torch.Tensor, wanted: torch.Tensor, number: int) -> torch.Tensor:
+    def measure(part: torch.Tensor, place: Place) -> torch.Tensor:
         nonlocal width
-        logits = logits_of(part)
+        logits = split.logits(part)
         width = logits.shape[-1]
-        if temperature != 1:
-            logits = logits.float() / temperature
-        if number == len(entropies):  # not again in the backward pass
-            entropies.append(_entropy(logits))
-        return F.cross_entropy(logits.float(), wanted, reduction="none")
+        if place.start >= sum(map(len, values)):  # not again in the backward pass
+            with torch.no_grad():
+                values.append(values_of(logits, place))
+        return loss_of(logits, place)
 
     def run_head(hidden: torch.Tensor) -> torch.Tensor:
         rows = select(hidden)
-        size = max(1, LOGITS_AT_A_TIME // model.config.get_text_config().vocab_size)
-        for number, (part, wanted) in enumerate(zip(rows.split(size), targets.split(size), strict=True)):
-            if len(rows) <= size:
-                losses.append(measure(part, wanted, number))
+        places = _places(len(rows), model)
+        for place in places:
+            part = rows[place]
+            if len(places) == 1:
+                losses.append(measure(part, place))
             else:
-                losses.append(checkpoint(measure, part, wanted, number, use_reentrant=False))
+                losses.append(checkpoint(measure, part, place, use_reentrant=False))
         return torch.cat(losses).sum().expand(1, 1, width)
 
-    handle = body.register_forward_hook(lambda module, given, output: kinds.append(type(output)))
-    try:
-        with _replaced_forward(head, run_head):
-            output = model(**options).logits
-    finally:
-        handle.remove()
+    output = split.run(options, run_head)
     if not losses:  # the model does not call its head as a module
-        return _of_logits(select(output).float() / temperature, targets)
+        rows = select(output)
+        parts = [(rows[place], place) for place in _places(len(rows), model)]
+        with torch.no_grad():
+            values = [values_of(*part) for part in parts]
+        return torch.cat([loss_of(*part) for part in parts]), torch.cat(values)
     # The losses depend on the model's output, so that hooks on it run before the head is computed again.
-    return torch.cat(losses) + 0.0 * output.sum(), torch.cat(entropies)
+    return torch.cat(losses) + 0.0 * output.sum(), torch.cat(values)
 
 
-def _of_logits(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = logits.detach().split(max(1, LOGITS_AT_A_TIME // logits.shape[-1]))
-    losses = F.cross_entropy(logits.float(), targets, reduction="none")
-    return losses, torch.cat([_entropy(part) for part in parts])
+@torch.no_grad()
+def head_inputs(
+    model: Any, options: Mapping[str, Any], *, select: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return the selected rows of the head's input, and a function that computes the logits of some of them."""
+    split, found = _SplitModel(model), list[torch.Tensor]()
+
+    def run_head(hidden: torch.Tensor) -> torch.Tensor:
+        found.append(select(hidden))
+        return hidden[:1, :1]
+
+    output = split.run(options, run_head)
+    if not found:
+        return select(output), lambda part: part
+    return found[0], torch.no_grad()(split.logits)
+
+
+class _SplitModel:
+    """A model whose head is computed for other rows than the model's, with the model's code around it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.body, self.head = model, model.base_model, model.get_output_embeddings()
+        self._project = self.head.forward if self.head is not None else None
+        self._kind: Any = None
+        """The type of the body's output."""
+
+    def run(
+        self, options: Mapping[str, Any], run_head: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the model's output with `run_head` in place of the head."""
+        if self.head is None or self.body is self.model:
+            logits: torch.Tensor = self.model(**options).logits
+            return logits
+
+        def note(module: nn.Module, given: Any, output: Any) -> None:
+            self._kind = type(output)
+
+        handle = self.body.register_forward_hook(note)
+        try:
+            with _replaced_forward(self.head, run_head):
+                found: torch.Tensor = self.model(**options).logits
+        finally:
+            handle.remove()
+        return found
+
+    def logits(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the logits of rows of the head's input."""
+        ids = torch.zeros((1, len(part)), dtype=torch.int64, device=part.device)
+        with (
+            _replaced_forward(self.body, lambda *_, **__: self._kind(last_hidden_state=part[None])),
+            _replaced_forward(self.head, lambda _: self._project(part[None])),  # type: ignore[misc]
+        ):
+            found: torch.Tensor = self.model.forward(input_ids=ids, use_cache=False).logits[0]
+        return found
+
+
+def _places(count: int, model: Any) -> list[Place]:
+    """Divide the rows of logits into chunks."""
+    size = max(1, LOGITS_AT_A_TIME // model.config.get_text_config().vocab_size)
+    return [slice(start, start + size) for start in range(0, max(1, count), size)]
 
 
 @torch.no_grad()

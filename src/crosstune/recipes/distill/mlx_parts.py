@@ -1,0 +1,249 @@
+"""Distill with MLX: the divergence of a language model from its teacher, with the logits of both in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from crosstune.core.out_of_memory import LOADING
+from crosstune.core.protocols import Array
+from crosstune.mlx_engine.adapters import canonical_name
+from crosstune.mlx_engine.causal_loss import CausalLoss
+from crosstune.mlx_engine.limits import memory_errors
+from crosstune.mlx_engine.load import DTYPES, load_model
+from crosstune.mlx_engine.optimizer import put
+from crosstune.mlx_engine.task import Arrays, MetricSums
+from crosstune.mlx_engine.tasks.causal_lm import CausalLM
+from crosstune.recipes.distill.losses import (
+    METRICS,
+    Objective,
+    TeacherRows,
+    measure,
+    metric_sums,
+    pack_rows,
+    read_teacher,
+    unpack_rows,
+)
+from crosstune.recipes.distill.recipe import DistillBatch
+from crosstune.recipes.distill.teacher import Teacher
+
+
+class MlxFunctions:
+    exp = staticmethod(mx.exp)
+    logaddexp = staticmethod(mx.logaddexp)
+
+    @staticmethod
+    def log_softmax(x: mx.array) -> mx.array:
+        return nn.log_softmax(x, axis=-1)
+
+    @staticmethod
+    def logsumexp(x: mx.array) -> mx.array:
+        return mx.logsumexp(x, axis=-1)
+
+    @staticmethod
+    def argmax(x: mx.array) -> mx.array:
+        return mx.argmax(x, axis=-1)
+
+    @staticmethod
+    def top_ids(x: mx.array, count: int) -> mx.array:
+        return mx.argsort(-x, axis=-1)[..., :count]
+
+    @staticmethod
+    def gather(x: mx.array, ids: mx.array) -> mx.array:
+        return mx.take_along_axis(x, ids, axis=-1)
+
+    @staticmethod
+    def without(x: mx.array, ids: mx.array) -> mx.array:
+        hidden = mx.put_along_axis(mx.zeros(x.shape), ids, mx.array(-mx.inf), axis=-1)
+        return x + hidden
+
+    @staticmethod
+    def concat(*parts: mx.array) -> mx.array:
+        return mx.concatenate(list(parts), axis=-1)
+
+    @staticmethod
+    def stack(columns: list[mx.array]) -> mx.array:
+        return mx.stack(columns, axis=-1)
+
+    @staticmethod
+    def as_ids(x: mx.array) -> mx.array:
+        return x.astype(mx.int32)
+
+
+class DistillLM(CausalLM):
+    """A language model with the divergence from a teacher as its loss."""
+
+    metric_names = METRICS
+    eval_metric_names = (*METRICS, "exact_match")
+
+    def __init__(self, objective: Objective, teacher: Teacher, *, width: int) -> None:
+        self.objective, self.teacher, self.width = objective, teacher, width
+
+    def prepare_loss(self, model: nn.Module) -> CausalLoss:
+        first = self.teacher.is_base(self.opening.plan)
+        self.prepared = DistillLoss(model, self.objective, width=self.width, keeps_first=first)
+        return self.prepared
+
+    def arrays(self, batch: DistillBatch) -> Mapping[str, Array]:  # type: ignore[override]
+        arrays, own = dict(super().arrays(batch.tokens)), batch.own_arrays()
+        if "teacher" in own:
+            padding = len(arrays["targets"]) - len(own["teacher"])
+            own["teacher"] = np.pad(own["teacher"], ((0, padding), (0, 0)))
+        return arrays | own
+
+    def check_batch(self, arrays: Mapping[str, Any]) -> None:
+        """Open the teacher before a step is traced; raise if it or the student cannot read packed rows."""
+        super().check_batch(arrays)
+        if "teacher" in arrays:
+            return
+        self._open()
+        if "segments" in arrays and self._loss.teacher is not None:
+            self._loss.teacher.ensure_separates_documents()
+
+    def forget_teacher(self) -> None:
+        """Free the teacher, when its distributions are stored."""
+        self._loss.teacher = self._loss.first = None
+
+    def teacher_rows(self, session: Any, batches: Iterable[DistillBatch]) -> list[Array]:
+        """Return the packed distributions of the teacher for the supervised tokens of each batch."""
+        self._open()
+        weights, columns = list[int](), self.objective.num_columns(self.width)
+
+        def noted() -> Iterable[DistillBatch]:
+            for batch in batches:
+                weights.append(batch.weight)
+                yield batch
+
+        found = session.map_batches(noted(), self._loss.teacher_rows)
+        return [
+            vector.reshape(-1, columns)[:weight] for vector, weight in zip(found, weights, strict=True)
+        ]  # without the padding of compiled steps
+
+    @property
+    def _loss(self) -> DistillLoss:
+        assert isinstance(self.prepared, DistillLoss)
+        return self.prepared
+
+    def _open(self) -> None:
+        """Open the teacher, unless it is open or is the base under the adapters."""
+        if self._loss.teacher is not None or self._loss.first is not None:
+            return
+        with memory_errors(doing=LOADING), self.teacher.opening():
+            plan = self.teacher.plan(self.opening.plan)
+            model = load_model(self.teacher.folder, plan=plan, dtype=DTYPES[plan.precision], trained=False)
+            model.freeze()
+            model.eval()
+            self._loss.teacher = CausalLoss(model)
+
+
+class DistillLoss(CausalLoss):
+    """The loss of the student; `teacher` is a model, or its own with the `first` weights."""
+
+    def __init__(self, model: nn.Module, objective: Objective, *, width: int, keeps_first: bool) -> None:
+        super().__init__(model)
+        self.objective, self.width, self.f = objective, width, MlxFunctions()
+        self.teacher: CausalLoss | None = None
+        self.first = self._weights() if keeps_first else None
+
+    def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
+        return self._sums(arrays, self._weights())
+
+    def scaled(
+        self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
+    ) -> tuple[mx.array, MetricSums]:
+        total, metrics = self._sums(arrays, dict(weights))
+        return total * scale, metrics
+
+    def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
+        losses, values = self._rows(arrays, self._weights())
+        counted, answers = arrays["counted"], arrays["answers"]
+        num_answers = (answers.max() + 1) * (counted.sum() > 0)
+        errors = mx.zeros(answers.shape).at[answers].add(values[:, len(METRICS)] * counted)
+        exact = (num_answers - (errors > 0).sum(), num_answers)
+        return (losses * counted).sum(), {**metric_sums(values, counted), "exact_match": exact}
+
+    def teacher_rows(self, arrays: Arrays) -> mx.array:
+        """Return the packed distributions of the supervised tokens, a chunk at a time."""
+        read, found = self._reader(arrays, self._weights()), list[mx.array]()
+        hidden = self._hidden(arrays) if self._split is not None else None
+        for chunk in self._chunks(hidden):
+            found.append(pack_rows(read(chunk), self.f))
+            mx.eval(found[-1])
+        return mx.concatenate(found).reshape(-1)
+
+    def _weights(self) -> dict[str, mx.array]:
+        return {
+            canonical_name(name): array for name, array in tree_flatten(self.model.trainable_parameters())
+        }
+
+    def _sums(self, arrays: Arrays, weights: dict[str, mx.array]) -> tuple[mx.array, MetricSums]:
+        losses, values = self._rows(arrays, weights)
+        return (losses * arrays["counted"]).sum(), metric_sums(values, arrays["counted"])
+
+    def _rows(self, arrays: Arrays, weights: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
+        """Return the loss and the metrics of each supervised token."""
+        head = {name: weights[name] for name in self._head_weights}
+        split, read = self._split, self._reader(arrays, weights)
+
+        def measured(chunk: slice) -> Callable[..., tuple[mx.array, mx.array]]:
+            def run(hidden: mx.array, head: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
+                put(self.model, head)
+                logits = (split.logits(hidden) if split is not None else hidden).astype(mx.float32)
+                return measure(
+                    logits,
+                    arrays["targets"][chunk],
+                    read(chunk),
+                    width=self.width,
+                    objective=self.objective,
+                    f=self.f,
+                    weight=arrays["ce_weight"],
+                )
+
+            return run
+
+        losses, values = list[mx.array](), list[mx.array]()
+        hidden = self._hidden(arrays) if split is not None else self._all_logits(arrays)
+        for chunk in self._chunks(hidden if split is not None else None):
+            # Recomputed in the backward pass, so that only one chunk of logits is in memory.
+            part = mx.depends(hidden[chunk], losses[-1:]) if losses else hidden[chunk]
+            found = mx.checkpoint(measured(chunk))(part, head)
+            losses.append(found[0])
+            values.append(mx.stop_gradient(found[1]))
+        put(self.model, dict(head))
+        return mx.concatenate(losses), mx.concatenate(values)
+
+    def _reader(self, arrays: Arrays, weights: Mapping[str, mx.array]) -> Callable[[slice], TeacherRows]:
+        """Return a function for the teacher's distributions of some of the supervised tokens: stored, or computed."""
+        stored = arrays.get("teacher")
+        if stored is not None:
+            return lambda chunk: unpack_rows(stored[chunk], self.width, self.objective, self.f)
+        model: CausalLoss = self
+        if self.first is None:
+            assert self.teacher is not None, "the teacher is open"
+            model = self.teacher
+        split, was_training = model._split, self.model.training
+        if self.first is not None:
+            put(self.model, self.first)
+            self.model.eval()
+        try:
+            inputs = mx.stop_gradient(
+                model._hidden(arrays) if split is not None else model._all_logits(arrays)
+            )
+        finally:
+            self.model.train(was_training)
+            if self.first is not None:
+                put(self.model, dict(weights))
+
+        def read(chunk: slice) -> TeacherRows:
+            logits = split.logits(inputs[chunk]) if split is not None else inputs[chunk]
+            logits = mx.stop_gradient(logits.astype(mx.float32))
+            return read_teacher(
+                logits, arrays["targets"][chunk], width=self.width, objective=self.objective, f=self.f
+            )
+
+        return read

@@ -1,0 +1,282 @@
+"""Distill a teacher into the trained model: the data's tokens, the teacher's distributions for them, and the evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.config.resolve.plan import Plan
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError, naming, raise_all
+from crosstune.core.events import Evaluating, Observer, Observers, Warned
+from crosstune.core.protocols import Array, Backward, Metrics, Session, Task
+from crosstune.data.batches.row_order import rows_per_evaluation
+from crosstune.data.batches.token_batch import TokenBatch, pack_rows, pad_rows
+from crosstune.data.tokens.corpus import Corpus
+from crosstune.files.run_record import REFERENCE, read_log
+from crosstune.recipes.distill.losses import Objective
+from crosstune.recipes.distill.teacher import Teacher, num_tokens
+from crosstune.recipes.distill.verdicts import Verdicts
+from crosstune.recipes.preference.reference import read_reference, write_reference
+from crosstune.recipes.sft import SftRecipe, reporting
+
+_SAVES = 10
+"""The stored distributions are written about this many times while they are computed."""
+_STAGE = "teacher"
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillBatch:
+    """Rows of tokens, with the teacher's distributions for the supervised tokens if they are stored."""
+
+    tokens: TokenBatch
+    ce_weight: float
+    """The weight of the cross entropy of the supervised tokens."""
+    teacher: Floats | None = None
+
+    @property
+    def weight(self) -> int:
+        """The number of supervised tokens."""
+        return self.tokens.weight
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.num_tokens
+
+    def own_arrays(self) -> dict[str, Array]:
+        """Return the arrays besides the tokens."""
+        stored = {"teacher": self.teacher} if self.teacher is not None else {}
+        return {"ce_weight": np.array(self.ce_weight, dtype=np.float32), **stored}
+
+
+class DistillRecipe(SftRecipe):
+    """The tokenized conversations of one run, and the teacher."""
+
+    def __init__(self, config: Config, *, model_folder: Path, observer: Observer | None = None) -> None:
+        raise_all(check_options(config))
+        super().__init__(config, model_folder=model_folder, observer=observer)
+        self.objective, self.width = Objective.from_config(config), num_tokens(self.tokenizer)
+        self.teacher = Teacher(config=config, student=model_folder, observer=observer or Observers())
+        self._is_checked = False
+        self._stored: dict[str, Floats] = {}
+        """The teacher's distributions of all supervised tokens by split, if they are stored."""
+
+    def configure(self, config: Config) -> None:
+        """Set the final options, and check the teacher: a plan opens the data without fetching it."""
+        super().configure(config)
+        if not self._is_checked:
+            self._check_teacher()
+        self._is_checked = True
+
+    def _check_teacher(self) -> None:
+        """Raise if the teacher is missing, has other tokens, or is the student, so that there is nothing to learn."""
+        teacher, may_be_stored = self.teacher, self.config.teacher_top_k and self.config.resume != "none"
+        if teacher.problem is not None and may_be_stored:
+            return
+        if teacher.problem is not None:
+            raise teacher.problem
+        with naming("teacher"):
+            teacher.check_tokens(self.tokenizer)
+        if teacher.is_student and not self.config.ce_weight:
+            raise UserError(
+                f"The teacher {teacher.name} is the model that is trained.",
+                why="the student starts with the teacher's distributions, so the loss is 0 and nothing is learned.",
+                do="name a larger --teacher, or add --ce_weight 1 to learn from the data near the teacher",
+            )
+
+    def task(self, engine: str) -> Task:
+        module = importlib.import_module(f"crosstune.recipes.distill.{engine}_parts")
+        task: Task = module.DistillLM(self.objective, self.teacher, width=self.width)
+        return task
+
+    def prepare_session(
+        self, session: Session, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
+    ) -> None:
+        """Read or compute the teacher's distributions if they are stored; warn if the teacher has changed since the last start."""
+        if earlier is not None and self.teacher.problem is None:
+            before = read_log(earlier / "plan.json").get("data", {}).get("teacher", {}).get("identity")
+            if before not in (None, self.teacher.identity):
+                message = (
+                    f"the weights of the teacher {self.teacher.name} have changed since the run was started"
+                )
+                observer.on_event(Warned(message=message))
+        if self.config.teacher_top_k:
+            self._open_stored(session, folder=folder, earlier=earlier, writes=writes, observer=observer)
+
+    def _open_stored(
+        self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
+    ) -> None:
+        found = {"train": self.train, "held_out": None if self.config.skip_eval else self.held_out}
+        parts = {name: part for name, part in found.items() if part is not None}
+        path, size = (earlier or folder) / REFERENCE, rows_per_evaluation(self.config)
+        columns = self.objective.num_columns(self.width)
+        teacher = self.teacher.identity if self.teacher.problem is None else ""
+        identities = {name: self._identify(part, teacher) for name, part in parts.items()}
+        rows = {name: int(self._starts[name][-1]) for name in parts}
+        plan: Plan = session.plan
+        made = f"{plan.backend.name} {plan.precision} {size} {teacher}"
+        # A run that is continued keeps its numbers on every backend, and without the teacher.
+        stored = read_reference(path, identities, rows, made=None if earlier else made, columns=columns)
+        if stored is None:
+            if earlier is not None and path.exists():
+                message = f"{path} belongs to other data or another --teacher_top_k: it is computed again"
+                observer.on_event(Warned(message=message))
+            stored = {name: np.full((count, columns), np.nan, np.float32) for name, count in rows.items()}
+        missing = [
+            (name, range(start, min(start + size, len(part))))
+            for name, part in parts.items()
+            for start in range(0, len(part), size)
+            if np.isnan(stored[name][self._place(name, start, min(start + size, len(part)))]).any()
+        ]
+        if missing and self.teacher.problem is not None:
+            raise self.teacher.problem
+        several = max(1, -(-len(missing) // _SAVES))
+        for first in range(0, len(missing), several):
+            places = missing[first : first + several]
+            batches = (self._batch(parts[name], [[at] for at in place]) for name, place in places)
+            shown = reporting(batches, len(missing), observer, done=first, stage=_STAGE)
+            for (name, place), values in zip(places, session.task.teacher_rows(session, shown), strict=True):
+                if not np.isfinite(values).all():
+                    raise UserError(
+                        f"The teacher's log probabilities of the {name.replace('_', '-')} rows {place.start + 1} to {place.stop} "
+                        "are not finite.",
+                        why="it overflows in this precision, or has weights that are not finite.",
+                        do="use --precision fp32 or bf16, or another teacher",
+                    )
+                stored[name][self._place(name, place.start, place.stop)] = values
+            if writes:
+                write_reference(folder / REFERENCE, stored, identities, made=made)
+        if missing:
+            done = len(missing)
+            observer.on_event(Evaluating(done=done, total=done, what="batches", stage=_STAGE))
+        if writes and not (folder / REFERENCE).exists():
+            write_reference(folder / REFERENCE, stored, identities, made=made)
+        self._stored = stored
+        session.task.forget_teacher()
+
+    def _identify(self, part: Corpus, teacher: str) -> str:
+        """Return a hash of everything besides the teacher that determines the stored values."""
+        objective = f"{self.objective.top_k} {self.objective.temperature} {self.width}"
+        sha = hashlib.sha256(objective.encode())
+        for numbers in (part.hashes(), part.num_supervised, part.lengths()):
+            sha.update(np.ascontiguousarray(numbers).astype("<u8").tobytes())
+        return sha.hexdigest()
+
+    @cached_property
+    def _starts(self) -> dict[str, NDArray[np.int64]]:
+        """The first stored row of each example by split, then the number of rows."""
+        parts = {"train": self.train, "held_out": self.held_out}
+        return {
+            name: np.append(0, np.cumsum(part.num_supervised))
+            for name, part in parts.items()
+            if part is not None
+        }
+
+    def _place(self, name: str, first: int, end: int) -> slice:
+        return slice(int(self._starts[name][first]), int(self._starts[name][end]))
+
+    def _batch(self, corpus: Corpus, rows: Sequence[Sequence[int]]) -> DistillBatch:
+        """Make a batch from rows of indices."""
+        examples, pad_id = [[corpus[place] for place in row] for row in rows], self.tokenizer.pad_id
+        packs = any(len(row) > 1 for row in rows)
+        tokens = (
+            pack_rows(examples, pad_id=pad_id)
+            if packs
+            else pad_rows([row[0] for row in examples], pad_id=pad_id)
+        )
+        name = "train" if corpus is self.train else "held_out"
+        stored = self._stored.get(name)
+        if stored is not None:
+            stored = np.concatenate([stored[self._place(name, at, at + 1)] for row in rows for at in row])
+        return DistillBatch(tokens=tokens, ce_weight=self.config.ce_weight, teacher=stored)
+
+    def micro_batches(self, step: int) -> list[DistillBatch]:  # type: ignore[override]
+        rows, size = self._order().rows(step), self.config.batch_size
+        return [self._batch(self.train, rows[start : start + size]) for start in range(0, len(rows), size)]
+
+    def longest_batch(self, size: int) -> DistillBatch:  # type: ignore[override]
+        rows = (
+            self.fullest_rows(size) if self.packed is not None else [[at] for at in self.longest_places(size)]
+        )
+        batch = self._batch(self.train, rows)
+        if not self.config.teacher_top_k or batch.teacher is not None:
+            return batch
+        # Any distributions of this size: the teacher is freed before the first step.
+        count, columns = self.objective.num_ids(self.width), self.objective.num_columns(self.width)
+        row = np.full(columns, -np.log(columns - count), dtype=np.float32)
+        row[:count] = np.arange(count)
+        teacher = np.tile(row, (batch.weight, 1))
+        return DistillBatch(tokens=batch.tokens, ce_weight=batch.ce_weight, teacher=teacher)
+
+    def evaluation_batches(self, corpus: Corpus, size: int) -> Any:
+        starts = range(0, len(corpus), size)
+        return (
+            self._batch(corpus, [[at] for at in range(len(corpus))[start : start + size]]) for start in starts
+        )
+
+    def describe(self) -> Mapping[str, Any]:
+        described, teacher = dict(super().describe()), self.teacher
+        if teacher.is_found:
+            described["teacher"] = {"name": teacher.name, "identity": teacher.identity}
+            if teacher.has_other_template(self.tokenizer):
+                note = (
+                    f"the chat template of the teacher {teacher.name} differs: it reads the conversations in the "
+                    "student's template"
+                )
+                described["warnings"] = [*described.get("warnings", ()), note]
+        return described
+
+    @cached_property
+    def _verdicts(self) -> Verdicts:
+        return Verdicts(teacher=self.teacher.name)
+
+    def judge_step(self, step: int, result: Backward) -> Mapping[str, str]:
+        return {}
+
+    def judge_evaluation(self, evaluations: Mapping[int, Metrics]) -> Mapping[str, str]:
+        return {} if self.teacher.is_student else self._verdicts.observe_evaluation(evaluations)
+
+
+def check_options(config: Config) -> list[UserError]:
+    """Return a problem for each option that the recipe does not support."""
+    problems = []
+    if not config.teacher:
+        problems.append(
+            UserError(
+                "--recipe distill needs a --teacher.",
+                do="name a larger model with the same tokenizer: a folder, a bundled name or a hub id",
+            )
+        )
+    elif config.teacher.startswith(("http://", "https://", "server:")):
+        problems.append(
+            UserError(
+                f"The teacher {config.teacher} is a server.",
+                why="servers of the OpenAI protocol give a few log probabilities of tokens that they generate, and not the "
+                "distributions for the tokens of the data.",
+                do="give the teacher's folder or hub id; with --teacher_top_k it computes once and is freed",
+            )
+        )
+    if config.teacher_top_k and config.on_policy_share:
+        problems.append(
+            UserError(
+                "--teacher_top_k cannot be combined with --on_policy_share.",
+                why="the student's own answers are not known before the first step, so the teacher must stay.",
+                do="remove one of the two",
+            )
+        )
+    for option, why in (
+        ("packing", "the lengths of the student's answers are not known before they are written."),
+        ("train_on_prompt", "prompts are in the data, and the student writes answers only."),
+    ):
+        if config.on_policy_share and getattr(config, option):
+            problems.append(UserError(f"--on_policy_share cannot be combined with --{option}.", why=why))
+    return problems
