@@ -9,11 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from pages import ROOT
-from rewards import use_rewards
-
-import crosstune
 
 EXAMPLES = ROOT / "examples"
 QUICK = ["--max_steps", "3", "--skip_eval", "--context_length", "128"]
@@ -71,23 +67,21 @@ def test_preferred_answers_become_short(home: Path) -> None:
 
 
 def test_rl_yaml_with_a_tiny_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The options of rl.yaml and the reward of sums.py, on sums.jsonl."""
-    monkeypatch.chdir(home)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     right = importlib.import_module("sums").right
     assert right(["12", "It is 12.", "12 or 13"], answer=["12"] * 3) == [1.0, 0.5, 0.0]
-    use_rewards(monkeypatch, {"right": lambda one: right([one.answer], answer=[one.columns["answer"]])[0]})
-    options = yaml.safe_load((EXAMPLES / "rl.yaml").read_text())
-    assert options.pop("reward") == "examples/sums.py:right"
-    quick = {
-        "max_steps": 2,
-        "model_name": "tiny-random",
-        "backend": "cpu",
-        "max_new_tokens": 4,
-        "batch_size": 1,
-    }
-    run = crosstune.train(**options | quick)
-    assert run.summary["status"] == "finished" and "reward" in run.summary["eval_after"]
+    words = [
+        "crosstune",
+        "train",
+        "--config",
+        "examples/rl.yaml",
+        "--model_name",
+        "tiny-random",
+        "--max_steps",
+        "2",
+    ]
+    printed = _run([*words, "--backend", "cpu", "--max_new_tokens", "4", "--batch_size", "1"], home)
+    assert "reward 0" in printed and (home / "runs/sums/adapter").is_dir()
 
 
 def test_qlora_fits_a_24_gb_card(home: Path) -> None:

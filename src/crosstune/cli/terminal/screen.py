@@ -139,6 +139,7 @@ class Screen:
         left = seconds / len(self._recent) * (self.num_steps - metrics["step"])
         return [
             f"loss {loss}",
+            *([f"reward {metrics['reward']:.3f}"] if "reward" in metrics else []),
             f"left {duration(left)}",
             f"{tokens / max(seconds, 1e-9):,.0f} tok/s",
             f"mem {size(metrics['memory_bytes'])}",
