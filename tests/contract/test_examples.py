@@ -67,6 +67,7 @@ def test_preferred_answers_become_short(home: Path) -> None:
 
 
 def test_rl_yaml_with_a_tiny_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options of rl.yaml, with the reward of sums.py on sums.jsonl."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     right = importlib.import_module("sums").right
     assert right(["12", "It is 12.", "12 or 13"], answer=["12"] * 3) == [1.0, 0.5, 0.0]
