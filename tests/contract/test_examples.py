@@ -31,7 +31,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_every_example_is_listed_and_tested() -> None:
-    files = {path.name for path in EXAMPLES.iterdir()} - {"README.md"}
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
     listed, tests = (EXAMPLES / "README.md").read_text(), Path(__file__).read_text()
     assert all(f"({name})" in listed for name in files)
     assert all(name in tests for name in files), "chats.jsonl"
