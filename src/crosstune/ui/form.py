@@ -22,6 +22,7 @@ _FIRST = (
 )
 _FIRST_OF_RECIPE = {
     "preference": ("preference_loss", "beta", "reference"),
+    "rl": ("reward", "rl_loss", "num_generations", "max_new_tokens"),
     "distill": ("teacher", "distill_loss", "teacher_top_k", "on_policy_share"),
     "judge": ("verdict", "score_scale", "test_dataset"),
     "latent_diffusion": ("mmdit_config", "latent_encoder"),
