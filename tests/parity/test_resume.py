@@ -318,7 +318,7 @@ def test_the_same_line_begins_anew_what_was_killed_before_its_first_checkpoint(b
 
 def test_the_same_line_begins_anew_what_could_not_save_its_only_checkpoint(bench: Bench) -> None:
     """As the error says, although the training was finished."""
-    folder, whole = bench.home / "unsaved", bench.home / "saved"
+    folder, whole = bench.home / "unwritten", bench.home / "saved"
     run(bench, "full", whole, save_steps=NUM_STEPS)
     largest = max(path.stat().st_size for path in at_step(whole, NUM_STEPS).iterdir())
     with file_limit(largest - 1):
@@ -326,7 +326,7 @@ def test_the_same_line_begins_anew_what_could_not_save_its_only_checkpoint(bench
     assert isinstance(failed.failure, SaveFailed) and "--resume auto" in failed.failure.do
     assert read_json(folder / "summary.json")["status"] == "failed"
     run(bench, "full", folder, resume="auto", save_steps=NUM_STEPS)
-    assert (bench.home / "unsaved~1" / "metrics.jsonl").is_file()
+    assert (bench.home / "unwritten~1" / "metrics.jsonl").is_file()
     assert [step for step, _ in checkpoint_folders(folder / "checkpoints")] == [NUM_STEPS]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
-from crosstune.data.batches.row_order import rows_per_step
 from crosstune.estimate.generation import GenerationPhase, generation_phase
 from crosstune.estimate.memory import MemoryParts, moment_bytes
 from crosstune.estimate.model_shape import trained_parameters
@@ -151,6 +150,8 @@ def _generation(plan: Plan, data: DataFacts | None, speed: DeviceSpeed | None) -
     config, fitted = plan.config, plan.fitted
     if config.recipe != "rl" or fitted is None:
         return None
+    from crosstune.data.batches.row_order import rows_per_step  # imports numpy, which no other plan needs
+
     prompts = -(-rows_per_step(config) // max(1, plan.world_size))
     longest = data.longest_row - data.longest_target if data is not None else config.context_length // 4
     found = generation_phase(

@@ -308,7 +308,7 @@ def ensure_separates_documents(model: nn.Module, *, device: torch.device) -> Non
         return
     separate_documents(model)
     is_leaking = leaks(model, device=device)
-    if is_leaking and getattr(model.config, "layer_types", None):
+    if is_leaking and getattr(getattr(model, "config", None), "layer_types", None):
         give_masks(model)
         is_leaking = leaks(model, device=device)
     if is_leaking:
