@@ -135,11 +135,12 @@ class Screen:
     def _figures(self, metrics: StepMetrics) -> list[str]:
         """Return the figures of a step, the most important first; a narrow terminal omits the last."""
         loss = "skipped" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
+        reward: Any = dict(metrics).get("reward")
         seconds, tokens = (sum(column) for column in zip(*self._recent, strict=True))
         left = seconds / len(self._recent) * (self.num_steps - metrics["step"])
         return [
             f"loss {loss}",
-            *([f"reward {metrics['reward']:.3f}"] if "reward" in metrics else []),
+            *([f"reward {reward:.3f}"] if reward is not None else []),
             f"left {duration(left)}",
             f"{tokens / max(seconds, 1e-9):,.0f} tok/s",
             f"mem {size(metrics['memory_bytes'])}",

@@ -63,6 +63,8 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
             reason = f"{wanted} does not support {bits} bits on {report.name}"
         draft.set("quantization_backend", used, reason, kind="change")
     sizes = known[used].group_sizes
+    if sizes and draft["group_size"] not in sizes and not draft.is_asked("group_size"):
+        draft.set("group_size", sizes[0], f"the size that {used} supports")
     if sizes and draft["group_size"] not in sizes:
         draft.refuse(
             f"{used} does not support group size {draft['group_size']}.",
