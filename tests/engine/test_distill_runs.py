@@ -196,7 +196,7 @@ def test_verdicts() -> None:
     def metrics(kl: float, student: float = 3.0, teacher: float = 2.0) -> dict[str, float]:
         return {"kl": kl, "cross_entropy": student, "teacher_cross_entropy": teacher}
 
-    verdicts = Verdicts(teacher="big")
+    verdicts = Verdicts(teacher="big", ce_weight=1.0)
     assert not any(verdicts.observe_evaluation({0: metrics(1.0)}).values())
     assert (
         "big is no better"

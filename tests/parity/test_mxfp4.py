@@ -91,7 +91,7 @@ def test_steps_over_packed_experts_equal_peft(
     plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     with torch.no_grad():
         adapted = PeftModel.from_pretrained(plain, run / "adapter")(IDS).logits
-    words = ["--out", str(tmp_path / "merged"), "--into", "dequantized", "--dtype", "fp32"]
+    words = ["--out", str(tmp_path / "merged"), "--dtype", "fp32"]
     assert main(["merge", str(run), *words]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     with torch.no_grad():
@@ -106,3 +106,26 @@ def test_experts_stay_in_four_bits(folders: tuple[Path, Path]) -> None:
     assert len(stacks) == 4
     for stack in stacks:
         assert all(p.dtype == torch.uint8 for p in stack.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda blocks, scales: (blocks, None), "its scales are missing"),
+        (lambda blocks, scales: (blocks, scales[:2].clone()), "its scales"),
+        (lambda blocks, scales: (blocks[..., :8].clone(), scales), "expected experts x rows x groups x 16"),
+        (lambda blocks, scales: (blocks.float(), scales), "not U8"),
+        (lambda blocks, scales: (blocks[:, :32].clone(), scales[:, :32].clone()), "by config.json"),
+    ],
+)
+def test_a_damaged_folder_is_refused(
+    folders: tuple[Path, Path], data_file: Path, tmp_path: Path, change: Any, words: str
+) -> None:
+    shutil.copytree(folders[0], tmp_path / "damaged")
+    tensors = load_file(folders[0] / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("_blocks")).removesuffix("_blocks")
+    blocks, scales = change(tensors[f"{name}_blocks"], tensors.pop(f"{name}_scales"))
+    tensors |= {f"{name}_blocks": blocks} | ({} if scales is None else {f"{name}_scales": scales})
+    save_file(tensors, tmp_path / "damaged" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=words):
+        run_ours(tmp_path / "damaged", data_file, tmp_path, train_type="qlora")

@@ -63,6 +63,13 @@ def fails(completions, **kwargs):
 def leaves(completions, **kwargs):
     raise SystemExit(0)
 
+def forks(completions, **kwargs):
+    os.fork()
+    return [float(len(one[0]["content"])) for one in completions]
+
+def huge(completions, **kwargs):
+    return [1e308] * len(completions)
+
 def dies_once(completions, **kwargs):
     if not os.path.exists("died"):
         open("died", "w").close()
@@ -234,6 +241,7 @@ def test_a_function_has_the_arguments_of_trl(open_: Open, functions: str, seen: 
         ("nothing", [None] * 4, "it returned None instead of a list"),
         ("fails", [None] * 4, "ZeroDivisionError: division by zero"),
         ("leaves", [None] * 4, "SystemExit"),
+        ("huge", [None] * 4, "it returned 1e+308"),
         ("large", [None] * 4, "MemoryError"),
         ("reads", [None] * 4, "EOFError"),
     ],
@@ -249,6 +257,12 @@ def test_a_bad_function_has_no_score(
     if name == "fails":
         assert "functions.py, line" in said
     assert rewards.failures == {name: (failed, 4)}
+
+
+def test_a_function_that_forks_answers_once(open_: Open, functions: str) -> None:
+    rewards = open_(f"{functions}:forks")
+    texts = ("a", "bbbb", "cc", "ddd", "eeeee")
+    assert [scores(rewards, text) for text in texts] == [[float(len(text))] for text in texts]
 
 
 def test_a_function_that_dies_or_hangs_is_started_again(open_: Open, functions: str, seen: Seen) -> None:
@@ -381,7 +395,11 @@ def test_a_schema_accepts_or_rejects(open_: Open, tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(schema))
     rewards = open_(f"json:{tmp_path}/schema.json")
     assert scores(rewards, '{"age": 3}', '{"age": "3"}', "[]", "{") == [1.0, 0.0, 0.0, 0.0]
-    for written, words in (('{"type": "thing"}', "is not a JSON schema"), ("{", "schema.json")):
+    for written, words in (
+        ('{"type": "thing"}', "is not a JSON schema"),
+        ('{"$schema": []}', "its .schema is not text"),
+        ("{", "schema.json"),
+    ):
         (tmp_path / "schema.json").write_text(written)
         with pytest.raises(UserError, match=words):
             open_(f"json:{tmp_path}/schema.json")
@@ -603,6 +621,8 @@ def test_the_identity_is_that_of_the_contents(
     text = f"{functions}:array,exact:answer,server:{model[1]}"
     first = open_(text, rubric=rubric).identity()
     assert open_(text, rubric=rubric, reward_timeout="5s").identity() == first
+    assert open_(f"{text},length:1-3*0", rubric=rubric).identity() == first
+    assert open_(text.replace("exact:answer", "exact:answer*-2"), rubric=rubric).identity() != first
     (tmp_path / "moved").mkdir()
     for name in ("functions.py", "sibling.py"):
         (tmp_path / "moved" / name).write_bytes((tmp_path / name).read_bytes())

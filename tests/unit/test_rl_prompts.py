@@ -33,6 +33,10 @@ def test_text_messages_and_other_columns() -> None:
     asked = read_prompt({"messages": turns, "solution": "1"})
     assert not asked.is_text and [turn["content"] for turn in asked.prompt] == ["One?"]
     assert read_prompt({"question": "Two?"}).text == "Two?"
+    json_text = '[{"a": 1}] Convert this JSON to CSV'
+    assert read_prompt({"prompt": json_text}).text == json_text
+    assert read_prompt({"prompt": '[{"a": 1}]'}).is_text
+    assert not read_prompt({"prompt": '[{"role": "user", "content": "One?"}]'}).is_text
 
 
 def test_rows_of_one_prompt_stay_on_one_side(tmp_path: Path) -> None:

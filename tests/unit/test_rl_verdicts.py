@@ -77,6 +77,8 @@ def test_reward_hacking_on_held_out_prompts() -> None:
     assert [*verdicts.observe_evaluation({0: before, 9: honest}, num=50).values()] == [""]
     few = verdicts.observe_evaluation({0: before, 9: before | {"reward": 0.25}}, num=50)
     assert [*few.values()] == [""], "a rise by chance"
+    unscored = hacked | {"reward": 0.32, "completions/unscored_ratio": 0.8}
+    assert [*verdicts.observe_evaluation({0: before, 9: unscored}, num=50).values()] == [""], "10 scores"
 
 
 def test_a_short_run_has_no_verdict_of_two_ends() -> None:

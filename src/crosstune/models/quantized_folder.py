@@ -168,15 +168,27 @@ def _read_mlx(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
 def _read_mxfp4(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
     """Read gpt-oss' format: the blocks of a stack of experts, with the scales next to them."""
     layers: dict[str, dict[str, Any]] = {}
-    for path in weight_files(folder):
-        for name, entry in read_header(path).tensors.items():
-            stack = name.removesuffix(MXFP4_PARTS["packed"])
-            if stack == name:
-                continue
-            if len(entry["shape"]) != 4:
-                raise UnreadableFile(path, f"{name} has {len(entry['shape'])} dimensions instead of 4")
-            experts, rows, groups, half = entry["shape"]
-            layers |= {f"{stack}.{number}": {"shape": [rows, groups * half * 2]} for number in range(experts)}
+    found = {
+        name: (path, entry)
+        for path in weight_files(folder)
+        for name, entry in read_header(path).tensors.items()
+        if name.endswith(tuple(MXFP4_PARTS.values()))
+    }
+    for name, (path, entry) in found.items():
+        stack = name.removesuffix(MXFP4_PARTS["packed"])
+        if stack == name:
+            continue
+        _, scales = found.get(f"{stack}{MXFP4_PARTS['scales']}", (path, {"dtype": "none", "shape": []}))
+        shape = entry["shape"]
+        if len(shape) != 4 or shape[3] != 16 or shape[:3] != scales["shape"]:
+            why = f"{name} has the shape {shape}, and its scales {scales['shape'] or 'are missing'}; "
+            raise UnreadableFile(path, f"{why}expected experts x rows x groups x 16, with a scale per group")
+        if (entry["dtype"], scales["dtype"]) != ("U8", "U8"):
+            raise UnreadableFile(
+                path, f"{name} and its scales are {entry['dtype']} and {scales['dtype']}, not U8"
+            )
+        experts, rows, groups, half = shape
+        layers |= {f"{stack}.{number}": {"shape": [rows, groups * half * 2]} for number in range(experts)}
     if not layers:
         raise UserError(
             f"{folder} is marked as mxfp4, but contains no mxfp4 weights.",

@@ -15,7 +15,12 @@ from crosstune.core.model_folders import AdapterFolder, DenseWeights
 from crosstune.files.json_files import write_json
 from crosstune.models.adapter_files import copy_template, replace_tokenizer
 from crosstune.models.identity import RECORD
-from crosstune.models.quantized_folder import dense_bytes, read_quantization, stored_format
+from crosstune.models.quantized_folder import (
+    FolderQuantization,
+    dense_bytes,
+    read_quantization,
+    stored_format,
+)
 from crosstune.models.staged import check_out, staged
 from crosstune.results.opened import Opened, Request, find_original, open_adapter, open_request, show_bytes
 from crosstune.results.verify import chat_problems, judge, refuse_unverified
@@ -63,7 +68,7 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
     trained, engine = opened.trained, opened.engine
     assert trained.adapter is not None
     choices = _weight_choices(opened, request)
-    into = request.into or "original"
+    into = request.into or next(iter(choices))
     engine.check_adapter(choices[into])
     session = open_adapter(opened)
     wanted = expected = check_finite(session.logits(opened.prompts), str(trained.adapter))
@@ -136,13 +141,18 @@ def _weight_choices(opened: Opened, request: Request) -> dict[str, DenseWeights]
     original = path if held is None else find_original(held.original)
     if original is not None:
         return {"original": replace(plain, folder=original), **choices}
-    if request.into == "dequantized":
+    if request.into == "dequantized" or (request.into is None and is_release(held)):
         return choices
     raise UserError(
         f"The original weights of {path} are not on this machine.",
         why="the adapter was trained on a folder that was already quantized.",
         do="use --into dequantized, or restore the original weights at the recorded path",
     )
+
+
+def is_release(held: FolderQuantization | None) -> bool:
+    """Return True for weights that their authors published in 4 bits: there are no others to restore."""
+    return held is not None and not held.own and held.spec.quantizer == "mxfp4"
 
 
 def _report_costs(wanted: Logits, found: Mapping[str, Logits], into: str) -> dict[str, Any]:

@@ -52,6 +52,8 @@ def run(words: Sequence[str]) -> int:
             "SOURCE is blank.", do="pass a file, a folder or a name, as in crosstune data chats.jsonl"
         )
     own, config = parse_config(make_parser(), [*["--dataset"] * has_source, *words])
+    if config.recipe == "distill":  # the same rows
+        config = replace(config, recipe="sft")
     if config.recipe not in ("sft", "preference"):
         raise UserError(
             f"crosstune data reads conversations, plain text and preferences, not data of the {config.recipe} recipe.",

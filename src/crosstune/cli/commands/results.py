@@ -114,7 +114,7 @@ def run_export(words: Sequence[str]) -> int:
     form = Form(
         to=own.to,
         bits=own.n_bits or 16,
-        group_size=own.group_size or 64,
+        group_size=own.group_size or (32 if own.to == "mxfp4" else 64),
         kind=own.gguf_type if own.gguf_type and by_type else "auto",
         adapter_only=bool(own.adapter_only) and own.to == "gguf",
         imatrix=bool(own.imatrix) and by_type,
@@ -162,7 +162,7 @@ def make_parser_convert() -> Parser:
     add("--to", required=True, choices=(*names, "none", "hf", "peft"), help=to)
     bits = "bits per weight (default 4); with --to mlx, 16 for dense weights"
     add("--n_bits", type=at_least(1), help=bits)
-    add("--group_size", type=at_least(1), help="weights per quantization scale (default 64)")
+    add("--group_size", type=at_least(1), help="weights per quantization scale (default 64; mxfp4: 32)")
     add("--quant_type", help="nf4 or fp4 (bnb), int or float8 (quanto)")
     add("--double_quant", choices=("true", "false"), help="bnb: quantize the scales as well (default true)")
     original = (

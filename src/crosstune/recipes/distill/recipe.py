@@ -86,11 +86,12 @@ class DistillRecipe(SftRecipe):
             raise teacher.problem
         with naming("teacher"):
             teacher.check_tokens(self.tokenizer)
-        if teacher.is_student and not self.config.ce_weight:
+        if teacher.is_student and not (self.config.ce_weight and self.config.on_policy_share < 1):
             raise UserError(
                 f"The teacher {teacher.name} is the model that is trained.",
                 why="the student starts with the teacher's distributions, so the loss is 0 and nothing is learned.",
-                do="name a larger --teacher, or add --ce_weight 1 to learn from the data near the teacher",
+                do="name a larger --teacher, or add --ce_weight 1 to learn from the data near the teacher, with an "
+                "--on_policy_share below 1",
             )
 
     def task(self, engine: str) -> Task:
@@ -237,7 +238,7 @@ class DistillRecipe(SftRecipe):
 
     @cached_property
     def _verdicts(self) -> Verdicts:
-        return Verdicts(teacher=self.teacher.name)
+        return Verdicts(teacher=self.teacher.name, ce_weight=self.config.ce_weight)
 
     def judge_step(self, step: int, result: Backward) -> Mapping[str, str]:
         return {}

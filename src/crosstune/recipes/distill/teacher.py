@@ -124,6 +124,12 @@ class Teacher:
     def plan(self, plan: Plan) -> Plan:
         """Return the plan to open the teacher on the device of the student's plan."""
         stored = read_quantization(self.folder)
+        if stored is not None and self.config.teacher_quantization != "none":
+            raise UserError(
+                f"--teacher_quantization {self.config.teacher_quantization} cannot be applied to {self.name}.",
+                why=f"its weights are quantized already: {stored.spec.describe()}.",
+                do="remove --teacher_quantization",
+            )
         if stored is not None:
             return plan_over_quantized(plan, stored.spec, folder=self.folder)
         bits = {"8bit": 8, "4bit": 4}.get(self.config.teacher_quantization)

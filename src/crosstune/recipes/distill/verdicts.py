@@ -20,6 +20,7 @@ class Verdicts:
     """The problems of a run. `observe_evaluation` returns problem -> sentence; an empty sentence means that it is over."""
 
     teacher: str
+    ce_weight: float
 
     def observe_evaluation(self, evaluations: Mapping[int, Metrics]) -> dict[str, str]:
         """Compare the last evaluation with the evaluation before training."""
@@ -43,7 +44,8 @@ class Verdicts:
         before, after = first["kl"], last["kl"]
         if not after > max(CLOSER * before, CLOSE):
             return ""
+        less = ", or lower --ce_weight" if self.ce_weight else ""
         return (
             f"the student stays away from the teacher: the held-out divergence is {before:.3f} before training and {after:.3f} "
-            "now; raise --lr or --lora_rank, train more steps, or lower --ce_weight"
+            f"now; raise --lr or --lora_rank, train more steps{less}"
         )

@@ -28,6 +28,7 @@ NO_ISSUES = "none"
 
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _SCORE = re.compile(rf"score\s*[:=]\s*\**\s*{_NUMBER}\s*(?:/\s*{_NUMBER})?", re.I)
+_FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.S)
 _RESULT = re.compile(rf"\[RESULT\]\s*\(?({_NUMBER}|A|B|C|tie)\b", re.I)
 _ISSUES = re.compile(r"^issues\s*:\s*(.*)$", re.I | re.M)
 _FEEDBACK = re.compile(r"^feedback\s*:\s*(.*)$", re.I | re.M)
@@ -226,6 +227,9 @@ class TextVerdict:
 
 def parse_text_verdict(text: str) -> TextVerdict:
     """Read `Score: N/10` with its issues and feedback, `[RESULT] n`, or a JSON verdict."""
+    fenced = _FENCED.fullmatch(text.strip())
+    if fenced is not None:
+        text = fenced[1]
     if text.lstrip().startswith("{"):
         return _read_json(text)
     issues = _ISSUES.search(text)
@@ -269,6 +273,8 @@ def _read_json(text: str) -> TextVerdict:
     if not isinstance(fields, dict):
         return TextVerdict()
     score, issues = fields.get("score"), fields.get("issues")
+    if isinstance(score, str) and re.fullmatch(_NUMBER, score.strip()):
+        score = float(score)
     return TextVerdict(
         score=float(score) if is_number(score) else None,
         winner=_winner_name(str(fields.get("winner", ""))),

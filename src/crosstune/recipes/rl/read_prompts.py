@@ -60,6 +60,17 @@ class PromptData:
     notes: Sequence[str] = ()
 
 
+def is_conversation(text: str) -> bool:
+    """Return True for a list of messages written as JSON, as in a CSV file."""
+    if not text.lstrip().startswith("[{"):
+        return False
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    return all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in found)
+
+
 def read_prompt(row: Row, *, place: str = "") -> Prompt:
     """Return the prompt of a row. Text becomes a message of the user; a conversation that ends with an answer loses it."""
     name = next((each for each in ("prompt", *ALIASES) if row.get(each) is not None), None)
@@ -68,7 +79,7 @@ def read_prompt(row: Row, *, place: str = "") -> Prompt:
             "The row has no prompt.", why=f"its columns are {', '.join(map(str, row)) or 'none'}.", do=_SHAPE
         )
     value = row[name]
-    is_text = isinstance(value, str) and not value.lstrip().startswith("[{")
+    is_text = isinstance(value, str) and not is_conversation(value)
     if is_text:
         turns: list[Turn] = [{"role": "user", "content": value}] if value.strip() else []
     elif isinstance(value, (str, list)):

@@ -40,7 +40,7 @@ from crosstune.recipes.rl.read_prompts import Prompt, identity_of, read_prompts,
 from crosstune.recipes.rl.rewards.judged import FindJudge
 from crosstune.recipes.rl.rewards.open_rewards import open_rewards
 from crosstune.recipes.rl.rollouts import Generator, Rollouts, measure
-from crosstune.recipes.rl.verdicts import Verdicts
+from crosstune.recipes.rl.verdicts import Verdicts, deviation_name, mean_name, num_scored
 from crosstune.recipes.sft import open_tokenizer, write_tokenizer
 
 _REWARDS = "rewards"
@@ -348,17 +348,15 @@ class RlRecipe:
             groups = generator.answer(self.held_out, num=1, key="evaluation")
             scores = generator.score(self.held_out, groups)
         found = Rollouts(number=0, groups=groups, scores=scores)
-        names, count = self.rewards.names, len(groups)
+        names = self.rewards.names
         metrics = measure(found, names, self.rewards.weights)
         del metrics["frac_reward_zero_std"]
         intervals = {}
-        for mean, deviation in (
-            ("reward", "reward_std"),
-            *((f"rewards/{name}/mean", f"rewards/{name}/std") for name in names),
-        ):
-            half = Z95 * metrics[deviation] / math.sqrt(count)
-            if math.isfinite(metrics[mean]) and count > 1:
-                intervals[mean] = (metrics[mean] - half, metrics[mean] + half)
+        for name in ("", *names):
+            mean, count = metrics[mean_name(name)], num_scored(metrics, name, num=len(groups))
+            if count > 1:
+                half = Z95 * metrics[deviation_name(name)] / math.sqrt(count)
+                intervals[mean_name(name)] = (mean - half, mean + half)
         rewards = found.rewards(self.rewards.weights)
         samples = [
             Sample(
@@ -381,6 +379,7 @@ class RlRecipe:
             names=self.rewards.names,
             sampler_bound=self.config.sampler_bound,
             max_new_tokens=self.config.max_new_tokens,
+            masks_cut=self.config.mask_truncated,
         )
 
     def judge_step(self, step: int, result: Backward) -> Mapping[str, str]:

@@ -160,10 +160,11 @@ class Generator:
         scores = self.score([prompts[place] for place in chosen], groups)
         equal = self.without_spread(scores)
         first_share = float(equal.mean())
-        order = np.random.Generator(np.random.Philox(key=(self.seed, _PROMPT_KEY + number))).permutation(
-            len(prompts)
-        )
-        waiting = [int(place) for place in order if place not in set(chosen)]
+        waiting: list[int] = []
+        if replacements:
+            random = np.random.Generator(np.random.Philox(key=(self.seed, _PROMPT_KEY + number)))
+            taken = set(chosen)
+            waiting = [place for place in random.permutation(len(prompts)).tolist() if place not in taken]
         for attempt in range(replacements):
             wanted = np.flatnonzero(equal)[: len(waiting)]
             if not len(wanted):
@@ -222,6 +223,7 @@ def measure(rollouts: Rollouts, names: Sequence[str], weights: Sequence[float]) 
         "reward": nan_mean(rewards),
         "reward_std": float(deviation(rewards)[0]),
         "frac_reward_zero_std": rollouts.equal_share,
+        "completions/unscored_ratio": float(np.isnan(rewards).mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/max_length": float(lengths.max()),
         "completions/mean_terminated_length": nan_mean(np.where(stopped, lengths, np.nan)),

@@ -39,6 +39,8 @@ class Verdicts:
     """The rewards."""
     sampler_bound: float
     max_new_tokens: int
+    masks_cut: bool = False
+    """True if cut answers are not in the loss."""
     _num_steps: int = 0
     _first: list[Metrics] = field(default_factory=list)
     _recent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
@@ -66,12 +68,13 @@ class Verdicts:
             return {}
         first, last = evaluations[min(evaluations)], evaluations[max(evaluations)]
 
+        def value(one: Metrics, name: str) -> _Values:
+            count = num_scored(one, name, num=num)
+            error = one.get(deviation_name(name), math.nan) / math.sqrt(count) if count > 1 else math.nan
+            return _Values(one.get(mean_name(name), math.nan), error)
+
         def values(name: str) -> tuple[_Values, _Values]:
-            pair = [
-                _Values(one.get(_mean(name), math.nan), one.get(_std(name), math.nan) / math.sqrt(num))
-                for one in (first, last)
-            ]
-            return pair[0], pair[1]
+            return value(first, name), value(last, name)
 
         sentence = self._hacking(values)
         return {"reward hacking (held out)": f"on held-out prompts, {sentence}" if sentence else ""}
@@ -80,7 +83,7 @@ class Verdicts:
         """Return a reward in the first and in the last steps."""
         pair = []
         for steps in (self._first, self._recent):
-            known = [value for one in steps if math.isfinite(value := one.get(_mean(name), math.nan))]
+            known = [value for one in steps if math.isfinite(value := one.get(mean_name(name), math.nan))]
             error = float(np.std(known, ddof=1)) / math.sqrt(len(known)) if len(known) > 1 else math.nan
             pair.append(_Values(float(np.mean(known)) if known else math.nan, error))
         return pair[0], pair[1]
@@ -130,6 +133,11 @@ class Verdicts:
         share = self._mean_of("completions/clipped_ratio", self._recent)
         if not share > CUT:
             return ""
+        if self.masks_cut:
+            return (
+                f"{share:.0%} of the answers are cut at {self.max_new_tokens} tokens, and --mask_truncated leaves them out of the "
+                "loss, so little is learned: raise --max_new_tokens, or ask for short answers in the prompts"
+            )
         return (
             f"{share:.0%} of the answers are cut at {self.max_new_tokens} tokens before they end: raise --max_new_tokens, ask for "
             "short answers in the prompts, or leave cut answers out with --mask_truncated"
@@ -160,9 +168,16 @@ def _rises(first: _Values, last: _Values) -> bool:
     return last.mean - first.mean > Z95 * math.hypot(first.error, last.error)
 
 
-def _mean(name: str) -> str:
+def mean_name(name: str) -> str:
+    """Return the metric of a reward's mean; of their weighted sum for an empty name."""
     return f"rewards/{name}/mean" if name else "reward"
 
 
-def _std(name: str) -> str:
+def deviation_name(name: str) -> str:
     return f"rewards/{name}/std" if name else "reward_std"
+
+
+def num_scored(metrics: Metrics, name: str, *, num: int) -> int:
+    """Return how many of `num` answers have a score."""
+    missing = metrics.get(f"rewards/{name}/failed" if name else "completions/unscored_ratio", 0.0)
+    return round(num * (1 - missing))

@@ -79,6 +79,14 @@ class Prequantized:
             for name, form in weight_forms(model).items()
             if form.stacked and self.layers.issuperset(form.matrices)
         }
+        for form in found.values():
+            stored = tuple(self.facts.layers[form.matrices[0]]["shape"])
+            if stored != form.shape:
+                raise UserError(
+                    f"The files in {self.folder} do not match its config.json.",
+                    why=f"{form.parameter} has matrices of {stored} in the files, of {form.shape} by config.json.",
+                    do="fetch the model again, or correct config.json",
+                )
         for layer in self.layers.difference(*(form.matrices for form in found.values())):
             rows, columns = self.facts.layers[layer]["shape"]
             found[f"{layer}.weight"] = single_form(layer, (rows, columns))

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 Function = Callable[..., Any]
+_LARGEST = 3.4e38
+"""Of a score: scores are stored in float32."""
 _MAX_PRINTED = 2000
 """Characters of a call's output that are returned."""
 
@@ -62,7 +64,7 @@ def _score(value: Any) -> float | str | None:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         return f"it returned {_short(value)}, which is not a number"
     number = float(value)
-    return number if abs(number) < float("inf") else f"it returned {number}"
+    return number if abs(number) <= _LARGEST else f"it returned {number}"
 
 
 def _short(value: Any) -> str:
@@ -81,7 +83,7 @@ def main() -> None:
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # for native code; Python's output is returned
-    function: Function | None = None
+    function, process = None, os.getpid()
     for line in requests:
         request, reply, printed = json.loads(line), dict[str, Any](), io.StringIO()
         if hasattr(signal, "alarm"):
@@ -92,8 +94,10 @@ def main() -> None:
                     function = load(request["file"], request["function"])
                 else:
                     reply["scores"] = call(function, request["columns"])
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
+            except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - any error of the user's code
                 reply["error"] = _described(error)
+        if os.getpid() != process:  # the function forked and returned in the child too
+            os._exit(0)
         reply["printed"] = printed.getvalue()[:_MAX_PRINTED]
         replies.write(json.dumps(reply).encode() + b"\n")
         replies.flush()

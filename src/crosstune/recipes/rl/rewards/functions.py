@@ -120,6 +120,8 @@ def read_schema(file: str) -> Any:
             do="pip install 'crosstune[rewards]'",
         ) from error
     schema = read_object(Path(file).expanduser(), foreign=True)
+    if not isinstance(schema.get("$schema", ""), str):
+        raise UserError(f"{file} is not a JSON schema.", why="its $schema is not text.")
     try:
         validator_for(schema).check_schema(schema)
     except SchemaError as error:

@@ -111,8 +111,14 @@ class OpenedRewards:
     def identity(self) -> str:
         parts = [
             # The name of a file, a run or an address may differ on another machine.
-            [one.spec.kind, one.spec.argument if one.spec.kind in _BY_ARGUMENT else "", one.reward.identity()]
+            [
+                one.spec.kind,
+                one.spec.argument if one.spec.kind in _BY_ARGUMENT else "",
+                one.reward.identity(),
+                one.spec.weight,
+            ]
             for one in self._members
+            if one.spec.weight  # the others only observe
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
