@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rewards import use_rewards, vowels
 
 from crosstune import Run
 from crosstune.config.load import make_config
@@ -163,6 +162,8 @@ class Context:
             asked |= {"num_samples": 1, "max_new_tokens": 2}
         if "lora" in self.train_type or "dora" in self.train_type:
             asked["lora_rank"] = 4
+        if self.recipe == "rl":
+            asked["reward"] = f"{home}/vowels.py:vowels"
         if self.recipe == "distill":
             asked["teacher"] = str(home / "teacher")
         return asked | self.more
@@ -247,13 +248,6 @@ def all_cases(*contexts: Context) -> list[Case]:
     ]
 
 
-@pytest.fixture(autouse=True)
-def _rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_rewards(
-        monkeypatch, {"vowels": vowels, "words": lambda answer: float("red" in answer.columns["text"])}
-    )
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from crosstune.models.tiny import tiny_model
@@ -294,6 +288,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for word in words * 2
     ]
     rows["rl"] = [{"prompt": f"Say {word}.", "text": word} for word in words * 2]
+    (home / "vowels.py").write_text(
+        "def vowels(completions, **columns):\n"
+        "    return [sum(x in 'aeiou' for x in one) / max(1, len(one)) + ('red' in one) for one in completions]\n"
+    )
     rows["distill"] = rows["sft"]
     for name, each in rows.items():
         (home / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in each))
