@@ -11,7 +11,7 @@ import pytest
 from injection import disks, full_disks
 
 QUICK = ("import", "merge", "judge predict")
-SMALL = ("export vllm", "latents eval")
+SMALL = ("export vllm", "latents eval", "eval")
 """They write too little to fill a disk."""
 LONG = ("sweep", "ladder", "profile")
 """Tried by `make faults` alone: they train several times, or evaluate a profile."""

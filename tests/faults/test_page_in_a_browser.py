@@ -272,6 +272,8 @@ def test_every_journey_and_every_kill(browser: Browser, folder: Path, width: int
         browser.run("document.getElementById('ask-max_steps').value = 16")
         browser.press("Train", "dialog")
         wait(lambda: rows(folder / "second")[-1]["step"] == 16)
+        summary = folder / "second" / "summary.json"
+        wait(lambda: summary.is_file() and json.loads(summary.read_text())["steps"] == 16)
         browser.until("document.querySelector('.totals')?.textContent.includes('16')")
         browser.status("finished")
 

@@ -19,7 +19,8 @@ from crosstune.models.tiny import tiny_model
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.distill.losses import Objective, measure, read_teacher
 from crosstune.recipes.distill.torch_parts import TorchFunctions
-from crosstune.runs.open_parts import find_model, open_recipe, open_session
+from crosstune.runs.open_parts import find_model, open_session
+from crosstune.runs.open_recipe import open_recipe
 
 VOCAB = 512
 OBJECTIVES: dict[str, dict[str, Any]] = {
