@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import secrets
 import struct
 import subprocess
 import sys
@@ -31,6 +32,8 @@ from crosstune.tracking.tracker import TrackingFailed, TrackingStarted
 from crosstune.tracking.values import numbers
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
+PROJECT = f"Tests-{secrets.token_hex(4)}"
+"""Unique: trackio keeps its folder from its first import in this process, so an earlier test may have chosen the user's."""
 FILES = [name for name in ("tensorboard", "trackio", "wandb") if importlib.util.find_spec(name)]
 """The installed trackers that write files."""
 STEPS, BROKEN_AT = 7, 6
@@ -62,7 +65,7 @@ def options(folder: Path, tiny_model: Path, **more: Any) -> dict[str, Any]:
     rows = [chat(f"say {n} ü", f"it is {n} 🙂") for n in range(24)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     common = {"backend": "cpu", "precision": "fp32", "batch_size": 2, "num_epochs": 9, "lr": 1e-3}
-    common |= {"num_samples": 2, "max_new_tokens": 4, "eval_samples": 4, "project_name": "Tests"}
+    common |= {"num_samples": 2, "max_new_tokens": 4, "eval_samples": 4, "project_name": PROJECT}
     return common | {
         "model_name": str(tiny_model),
         "dataset": str(folder / "rows.jsonl"),
@@ -149,9 +152,9 @@ def test_tensorboard_has_the_run(run: Path, tiny_model: Path) -> None:
 def test_trackio_has_the_run(run: Path) -> None:
     from trackio.sqlite_storage import SQLiteStorage
 
-    [named] = SQLiteStorage.get_run_records("Tests")
+    [named] = SQLiteStorage.get_run_records(PROJECT)
     assert named["name"] == "läuft"
-    rows = SQLiteStorage.get_logs("Tests", "läuft")
+    rows = SQLiteStorage.get_logs(PROJECT, "läuft")
     found: dict[str, dict[int, float]] = {}
     for row in rows:
         for name in (name for name in row if name.startswith(("train/", "eval/"))):
@@ -161,7 +164,7 @@ def test_trackio_has_the_run(run: Path) -> None:
     compare(found, run, exact=True)
     tables = [row["eval/samples"] for row in rows if "eval/samples" in row]
     assert len(tables) == 4 and "🙂" in json.dumps(tables, ensure_ascii=False)
-    assert (SQLiteStorage.get_run_config("Tests", "läuft") or {})["method"] == "lora"
+    assert (SQLiteStorage.get_run_config(PROJECT, "läuft") or {})["method"] == "lora"
 
 
 def read_log(raw: bytes) -> Iterator[bytes]:
@@ -213,7 +216,7 @@ def test_wandb_has_the_run(run: Path) -> None:
     assert num_tables == 4 and "🙂" in beside
     starts = [record.run for record in records if record.HasField("run")]
     assert {start.run_id for start in starts} == {json.loads((run / "tracking/wandb.json").read_text())["id"]}
-    assert {start.project for start in starts} == {"Tests"} and starts[0].display_name == "läuft"
+    assert {start.project for start in starts} == {PROJECT} and starts[0].display_name == "läuft"
     assert not any(record.HasField("output") or record.HasField("output_raw") for record in records)
     ends = [record.exit.exit_code for record in records if record.HasField("exit")]
     assert ends == [1, 0], "the broken part, and the finished one"
@@ -246,7 +249,7 @@ class Stub(ThreadingHTTPServer):
     def answer(self, path: str, body: Any) -> dict[str, Any]:
         if path.startswith("/graphql"):
             viewer = {"username": "me", "defaultEntity": {"name": "team"}}
-            return {"data": {"viewer": viewer, "project": {"name": "Tests"}}}
+            return {"data": {"viewer": viewer, "project": {"name": PROJECT}}}
         if path.endswith("server_info"):
             return {"min_required_weave_python_version": "0.0.1", "trace_server_version": "99.0.0"}
         if path.endswith("table/create"):
@@ -306,7 +309,7 @@ def test_weave_is_sent_the_run(
     wanted = options(tmp_path, tiny_model, log_to="weave", backend=backend, max_steps=3)
     folder = train(make_config(**wanted), observers=[seen]).folder
     assert seen.of(TrackingFailed) == [], seen.of(TrackingFailed)
-    assert seen.of(TrackingStarted)[0].where.startswith(f"{address}/team/Tests/")
+    assert seen.of(TrackingStarted)[0].where.startswith(f"{address}/team/{PROJECT}/")
     [rows] = [body["table"]["rows"] for path, body in stub.requests if path.endswith("table/create")]
     assert rows == read_jsonl(folder / "metrics.jsonl")
     calls = stub.calls()
