@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from crosstune.core.sampling import Sampling
 
 Earlier = Mapping[tuple[int, ...], int]
-"""How often each prompt was answered in earlier calls: sampling continues with other random numbers."""
+"""The number of answers to each prompt in earlier calls: sampling continues with other random numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)

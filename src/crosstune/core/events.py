@@ -376,7 +376,7 @@ class StepMetrics(_StepRow, total=False):
 
     skipped: bool
     epoch: float
-    """How often the rows have been trained on, such as 1.5."""
+    """Epochs trained so far, such as 1.5."""
     cpu_s: float
     """CPU time of the step in this process, over all threads."""
 

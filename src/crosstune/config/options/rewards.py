@@ -39,7 +39,7 @@ class RewardSpec:
     """A reward as requested."""
 
     text: str
-    """As the user wrote it, without its weight."""
+    """The reward as the user wrote it, without its weight."""
     kind: str
     argument: str
     """The column, pattern, file, run or address; the file of a function."""
