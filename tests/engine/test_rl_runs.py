@@ -255,6 +255,7 @@ def test_the_reward_rises(prompts: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert summary["eval_after"]["reward"] > summary["eval_before"]["reward"]
     low, high = summary["eval_intervals"]["reward"]
     assert low < summary["eval_after"]["reward"] < high
+    assert "--eval_dataset FILE" not in (run.folder / "report.html").read_text(), "it was evaluated"
     [*_, last] = [row for row in read_jsonl(run.folder / "events.jsonl") if row["kind"] == "evaluation"]
     assert len(last["samples"]) == 3 and all(isinstance(sample["score"], float) for sample in last["samples"])
 

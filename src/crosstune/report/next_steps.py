@@ -85,6 +85,8 @@ def _continue(run: RunFiles, folder: str) -> Suggestion:
 def _advice(run: RunFiles, folder: str) -> Iterator[Suggestion]:
     """Yield suggestions from the evaluation curve."""
     best = best_evaluation(run)
+    if best is None and run.summary.get("eval_after"):
+        return  # an evaluation without a loss, as of rewards
     if best is None:
         why = "no held-out data was evaluated, so it is unknown whether the model improved"
         yield Suggestion(label="evaluate", command="crosstune train ... --eval_dataset FILE", why=why)
