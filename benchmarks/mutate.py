@@ -59,7 +59,7 @@ JUDGES: dict[str, Sequence[str]] = {
     "data/batches/packing.py": ["tests/unit/test_data.py", "tests/unit/test_data_corpus.py"],
     "checkpoint/read.py": ["tests/unit/test_checkpoint.py"],
     "core/safe_text.py": ["tests/unit/test_secrets.py", "tests/unit/test_escape_controls.py"],
-    "mlx_engine/causal_loss.py": ["tests/engine/test_mlx_losses.py"],
+    "mlx_engine/tasks/causal_lm.py": ["tests/engine/test_mlx_losses.py"],
 }
 SLOWDOWN, MIN_CPU_S, MIN_WALL_S = 5.0, 4, 20.0
 """A mutant hangs when its tests take this many times as long as the plain ones: by the time of the processor, which a

@@ -10,8 +10,7 @@ from crosstune.core import __version__
 if TYPE_CHECKING:
     from crosstune.api.callbacks import STOP, Callback, StopTraining
     from crosstune.api.model import Model, load
-    from crosstune.api.plan import PlanReport, plan
-    from crosstune.api.train import Run, train
+    from crosstune.api.train import PlanReport, Run, plan, train
     from crosstune.core.errors import UserError
 
 __all__ = [
@@ -31,10 +30,10 @@ __all__ = [
 # Public name -> its module, imported on first use to keep `import crosstune` light.
 _HOMES = {
     "train": "crosstune.api.train",
-    "plan": "crosstune.api.plan",
+    "plan": "crosstune.api.train",
     "load": "crosstune.api.model",
     "Run": "crosstune.api.train",
-    "PlanReport": "crosstune.api.plan",
+    "PlanReport": "crosstune.api.train",
     "Model": "crosstune.api.model",
     "Callback": "crosstune.api.callbacks",
     "STOP": "crosstune.api.callbacks",

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import measure_agreement
-from crosstune.models import gguf_families, gguf_types, gguf_writer, llama_cpp
+from crosstune.models import gguf_families, gguf_writer, llama_cpp
 from crosstune.torch_engine.model_folders import input_squares
 
 gguf = pytest.importorskip("gguf", reason="needs the extra crosstune[gguf]")
@@ -210,17 +210,17 @@ def test_weights_that_a_type_cannot_hold(bad: float) -> None:
     values = np.zeros((4, 256), np.float32)
     values[2] = 3.0  # constant and zero rows are fine
     for kind in ("F16", "Q8_0", "Q4_0", "Q4_K", "Q3_K", "IQ4_XS", "Q6_K"):
-        found = decode(gguf_types.encode(values, kind, name="x"), kind)
+        found = decode(gguf_writer.encode(values, kind, name="x"), kind)
         np.testing.assert_allclose(found, values, rtol=0.02)
         broken = values.copy()
         broken[1, 7] = bad
         with pytest.raises(UserError, match="beyond the range of fp16" if bad == 1e6 else "NaN or infinite"):
-            gguf_types.encode(broken, kind, name="x")
+            gguf_writer.encode(broken, kind, name="x")
 
 
 def test_the_recipe_is_that_of_llama_cpp() -> None:
     """Types that llama-quantize gives a Llama of 32 layers with 8 key heads, by the rules in llama.cpp's source of August 2026."""
-    recipe = gguf_types.Recipe(kind="q4_k_m", num_layers=32, num_groups=4)
+    recipe = gguf_writer.Recipe(kind="q4_k_m", num_layers=32, num_groups=4)
     more = [
         layer for layer in range(32) if recipe.type_of(f"blk.{layer}.ffn_down.weight", (9, 512)) == "Q6_K"
     ]
@@ -231,10 +231,10 @@ def test_the_recipe_is_that_of_llama_cpp() -> None:
     assert recipe.type_of("blk.4.ffn_up.weight", (9, 288)) == "Q5_0", "32 divides a row, 256 does not"
     assert recipe.type_of("blk.4.ffn_up.weight", (9, 72)) == "F16"
     assert recipe.type_of("blk.4.attn_norm.weight", (512,)) == "F32"
-    few = gguf_types.Recipe(kind="q3_k_m", num_layers=32, num_groups=4)
+    few = gguf_writer.Recipe(kind="q3_k_m", num_layers=32, num_groups=4)
     assert [few.type_of(f"blk.{n}.attn_v.weight", (9, 512)) for n in (0, 1, 2)] == ["Q5_K", "Q5_K", "Q4_K"]
     assert few.type_of("blk.9.attn_output.weight", (9, 512)) == "Q4_K"
-    eight = gguf_types.Recipe(kind="q4_k_m", num_layers=32, num_groups=4, num_experts=8)
+    eight = gguf_writer.Recipe(kind="q4_k_m", num_layers=32, num_groups=4, num_experts=8)
     assert eight.type_of("blk.9.attn_k.weight", (9, 512)) == "Q8_0"
 
 
@@ -258,9 +258,9 @@ that fill the rest, their share. Counted in llama.cpp's own snapshots (tests/sna
 @pytest.mark.parametrize("facts", SNAPSHOTS)
 def test_types_are_those_of_the_snapshots_of_llama_cpp(facts: tuple[int, int, bool], kind: str) -> None:
     num_layers, num_groups, tied = facts
-    recipe = gguf_types.Recipe(kind=kind, num_layers=num_layers, num_groups=num_groups, tied=tied)
+    recipe = gguf_writer.Recipe(kind=kind, num_layers=num_layers, num_groups=num_groups, tied=tied)
     parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_gate", "ffn_down")
-    main_type = gguf_types.RECIPES[kind]
+    main_type = gguf_writer.RECIPES[kind]
     found = collections.Counter(
         (part, recipe.type_of(f"blk.{layer}.{part}.weight", (9, 1024)))
         for layer in range(num_layers)
@@ -285,12 +285,12 @@ def test_types_for_rows_that_256_does_not_divide_are_quantized_as_in_llama_cpp()
     """SmolLM2 has rows of 576 weights."""
     values = np.random.default_rng(0).standard_normal((32, 576)).astype(np.float32)
     for kind, fallback in (("q4_k_m", "Q5_0"), ("q5_k_m", "Q5_1"), ("q6_k", "Q8_0"), ("q3_k_m", "Q4_0")):
-        recipe = gguf_types.Recipe(kind=kind, num_layers=30, num_groups=3, tied=True)
+        recipe = gguf_writer.Recipe(kind=kind, num_layers=30, num_groups=3, tied=True)
         assert recipe.type_of("blk.9.ffn_up.weight", (9, 576)) == fallback
         assert recipe.type_of("token_embd.weight", (9, 576)) == "Q8_0"
         number = gguf.GGMLQuantizationType[fallback]
-        ours = gguf_types.encode(values, fallback, name="x")
-        theirs = llama_cpp.quantize_rows(values, number, gguf_types.size_of(fallback, values.shape[-1:]))
+        ours = gguf_writer.encode(values, fallback, name="x")
+        theirs = llama_cpp.quantize_rows(values, number, gguf_writer.size_of(fallback, values.shape[-1:]))
         np.testing.assert_allclose(decode(ours, fallback), decode(theirs, fallback), atol=1e-6)
 
 
@@ -318,7 +318,7 @@ def test_an_importance_matrix_lowers_the_error_where_it_weighs(tmp_path: Path) -
     weights = np.exp(2 * draw.standard_normal(512)).astype(np.float32)
 
     def error(importance: Any) -> float:
-        packed = gguf_types.encode(values, "Q4_K", name="x", importance=importance)
+        packed = gguf_writer.encode(values, "Q4_K", name="x", importance=importance)
         return float((weights * (decode(packed, "Q4_K") - values) ** 2).sum())
 
     assert error(weights) < 0.8 * error(None)

@@ -15,11 +15,11 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from crosstune.core.errors import UserError
-from crosstune.mlx_engine import causal_loss
 from crosstune.mlx_engine.adapters import canonical_name
-from crosstune.mlx_engine.causal_loss import CausalLoss, document_caches
 from crosstune.mlx_engine.optimizer import put
 from crosstune.mlx_engine.task import Arrays
+from crosstune.mlx_engine.tasks import causal_lm
+from crosstune.mlx_engine.tasks.causal_lm import CausalLoss, document_caches
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
 
 SHAPE: dict[str, Any] = {
@@ -176,7 +176,7 @@ def test_a_model_that_counts_positions_from_the_beginning_of_a_row_is_refused() 
 @pytest.mark.parametrize("shift", [1, 4])
 def test_a_mask_that_lands_on_the_wrong_row_is_noticed(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        causal_loss,
+        causal_lm,
         "document_caches",
         lambda model, segments: document_caches(model, mx.roll(segments, shift, axis=0)),
     )

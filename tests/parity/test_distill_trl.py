@@ -168,8 +168,8 @@ def test_the_layers_the_engines_and_a_small_chunk_give_the_same_step(
         assert other == pytest.approx(loss, rel=1e-5)
         assert_same_gradients(same, found, bound=2e-5)
     monkeypatch.setattr("crosstune.torch_engine.tasks.token_losses.LOGITS_AT_A_TIME", 3 * VOCAB)
-    monkeypatch.setattr("crosstune.mlx_engine.causal_loss.LOGITS_AT_A_TIME", 3 * VOCAB)
-    monkeypatch.setattr("crosstune.mlx_engine.causal_loss.PLACES_AT_LEAST", 3)
+    monkeypatch.setattr("crosstune.mlx_engine.tasks.causal_lm.LOGITS_AT_A_TIME", 3 * VOCAB)
+    monkeypatch.setattr("crosstune.mlx_engine.tasks.causal_lm.PLACES_AT_LEAST", 3)
     monkeypatch.setattr("crosstune.torch_engine.kernels.head_loss.rows_at_a_time", lambda *_, **__: 3)
     for backend, more in (("cpu", {"kernels": "general"}), ("cpu", {"kernels": "fast"}), ("mlx", {})):
         chunked, same, _ = gradients(home, backend, **more, **options)

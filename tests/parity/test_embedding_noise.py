@@ -74,7 +74,7 @@ def engine_noise(backend: str, batch: TokenBatch, channels: int) -> np.ndarray:
         return torch_noise(keys, torch.from_numpy(batch.noise_scales), channels).numpy()
     import mlx.core as mx
 
-    from crosstune.mlx_engine.causal_loss import noise
+    from crosstune.mlx_engine.tasks.causal_lm import noise
 
     return np.array(noise(mx.array(batch.noise_keys), mx.array(batch.noise_scales), channels))
 

@@ -18,7 +18,7 @@ from forks import LIMIT_S, Forked, fork
 
 from crosstune.core import __version__
 from crosstune.core.errors import UserError
-from crosstune.distributed import processes
+from crosstune.distributed import launch as launching
 from crosstune.distributed.attempts import Report
 from crosstune.distributed.coordinator import Coordinator
 from crosstune.distributed.environment import Nodes
@@ -41,7 +41,7 @@ def start(node: int, code: str, folder: Path, port: int, **more: Any) -> Forked:
 
 
 def _launch(command: list[str], nodes: Nodes, **options: Any) -> int:
-    processes.PATIENCE_S = 0.5
+    launching.PATIENCE_S = 0.5
     say = functools.partial(print, "said:")
     try:
         outcome = launch(command, nodes=nodes, environments=torch_environments, say=say, **options)

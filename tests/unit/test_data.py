@@ -23,7 +23,7 @@ from crosstune.data.batches.token_batch import (
     split_rows,
     without_padding,
 )
-from crosstune.data.bundled.named_datasets import NUM_HELD_OUT, NUM_TRAIN, make_commands
+from crosstune.data.named_datasets import NUM_HELD_OUT, NUM_TRAIN, make_commands
 from crosstune.data.read.formats import detect_format, to_conversation
 from crosstune.data.render.rendering import encode_conversation, encode_prompt
 from crosstune.data.tokens.tokenizer import Tokenizer

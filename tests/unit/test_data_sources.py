@@ -14,13 +14,12 @@ import pytest
 from unprivileged import as_other_user, reachable_folder
 
 from crosstune.core.errors import UserError
-from crosstune.data.bundled.named_datasets import known_names
+from crosstune.data.named_datasets import known_names
 from crosstune.data.read import files
 from crosstune.data.read.columns import pick_rows, split_by_format
 from crosstune.data.read.files import FilePart
 from crosstune.data.read.formats import detect_format, to_conversation
-from crosstune.data.read.hub import HubPart
-from crosstune.data.read.sources import Source, check_name, open_source, split_of
+from crosstune.data.read.sources import HubPart, Source, check_name, open_source, split_of
 from crosstune.files.hub_connection import why_unreachable
 
 ROWS = [

@@ -17,7 +17,7 @@ from crosstune.core.events import Event, Warned
 from crosstune.core.loss_measurement import Comparison, LossMeasurement
 from crosstune.files.json_files import read_jsonl
 from crosstune.files.run_record import RunRecord, is_run_folder, move_aside
-from crosstune.loop.profile_result import PhaseClock, profile_result
+from crosstune.loop.profile import PhaseClock, profile_result
 from crosstune.tracking import tracker as tracking_events
 
 MEASURED_ROW: dict[str, Any] = {

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from crosstune.core.errors import EXIT_HUNG, EXIT_PORT_TAKEN, EXIT_USER_MUST_ACT
-from crosstune.distributed import processes as running
+from crosstune.distributed import launch as running
 from crosstune.distributed.attempts import Outcome
 from crosstune.distributed.launch import launch, ring_environments
 from crosstune.distributed.master import free_ports

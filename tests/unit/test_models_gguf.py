@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.files.safetensors_header import read_header
-from crosstune.models import gguf_metadata, gguf_types
+from crosstune.models import gguf_metadata, gguf_writer
 from crosstune.models.locate import locate, shape
 from crosstune.models.tiny import tiny_model
 from crosstune.models.weights import bfloat16_bits
@@ -220,7 +220,7 @@ def test_a_file_cut_short_or_of_another_kind(tmp_path: Path, original: Path) -> 
 def test_the_sizes_of_blocks_are_those_of_the_gguf_package() -> None:
     sizes = {kind.value: size for kind, size in gguf.GGML_QUANT_SIZES.items()}
     assert {kind: sizes[kind] for kind in gguf_metadata._TENSORS} == gguf_metadata._TENSORS
-    written = {gguf.GGMLQuantizationType[kind].value for kind in gguf_types.RECIPES.values()}
+    written = {gguf.GGMLQuantizationType[kind].value for kind in gguf_writer.RECIPES.values()}
     assert written <= gguf_metadata._TENSORS.keys()
 
 

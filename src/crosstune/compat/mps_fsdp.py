@@ -16,9 +16,8 @@ if find_spec("torch") is None:
     raise UserError("mps_fsdp_wrapper needs torch.", do="pip install 'crosstune[torch]'")
 
 from crosstune.compat.torch_parts import fsdp_memory, fsdp_model
-from crosstune.compat.torch_parts.fsdp_blocks import blocks_of_class, choose_blocks
 from crosstune.compat.torch_parts.fsdp_checkpoint import load_model, save_model
-from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
+from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig, blocks_of_class, choose_blocks
 from crosstune.core.names import unknown_name
 
 check_mps_fsdp_compatibility = fsdp_model.check_mps_fsdp_compatibility

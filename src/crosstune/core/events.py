@@ -296,7 +296,7 @@ class NonFinite(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled(Event):
-    """Some steps were profiled; see `loop.profile_result` for the figures."""
+    """Some steps were profiled; see `loop.profile` for the figures."""
 
     kind = "profile"
     path: str

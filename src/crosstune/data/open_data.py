@@ -16,8 +16,8 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Tokenizing
 from crosstune.data.batches.epoch_order import Mixture
-from crosstune.data.bundled.named_datasets import DEFAULT_SAMPLES, DUMMY
-from crosstune.data.checks.preflight import drop_unsupervised
+from crosstune.data.named_datasets import DEFAULT_SAMPLES, DUMMY
+from crosstune.data.preflight import drop_unsupervised
 from crosstune.data.read.columns import (
     check_columns,
     parse_columns,

@@ -17,8 +17,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
 from crosstune.files.plain_files import read_plain_text
 from crosstune.importing.read import NOTEBOOK_LIMIT, Given, read_given, shown_value
-from crosstune.importing.rules import Rule
-from crosstune.importing.tools import LORA_CONFIG, TOOLS, Tool
+from crosstune.importing.tools import LORA_CONFIG, TOOLS, Rule, Tool
 from crosstune.importing.torchtune_values import last_layers
 from crosstune.importing.values import (
     FILE_FOLDER,

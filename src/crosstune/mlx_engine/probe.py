@@ -1,16 +1,74 @@
-"""Probe what MLX supports on this computer."""
+"""Probe what MLX supports on this computer, and measure the speed of the device."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from crosstune.backends._host import memory_bytes, processor_device
 from crosstune.core.backend import BackendSpec
+from crosstune.core.profiling import Limits, ProfileSettings, Recorded
 from crosstune.estimate.machine import BackendReport, Device
+
+BUDGET_S = 0.25
+_SIZE = {"cpu": 512, "gpu": 4096}
+_COPIED_BYTES = {"cpu": 64 << 20, "gpu": 512 << 20}
+
+
+class MlxProfiler:
+    """Record no operators: MLX has a profiler for them only in Xcode."""
+
+    def __init__(self, settings: ProfileSettings, *, dtype: mx.Dtype) -> None:
+        self.settings, self.dtype = settings, dtype
+
+    def warm_up(self) -> None:
+        return None
+
+    def start(self) -> None:
+        return None
+
+    def stop(
+        self, folder: Path, *, step: int, evaluating: contextlib.AbstractContextManager[None]
+    ) -> Recorded:
+        return Recorded()
+
+    def mark(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        mx.synchronize()
+
+    def measure_limits(self) -> Limits | None:
+        kind = "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
+        size, num_bytes = _SIZE[kind], _COPIED_BYTES[kind]
+        key = mx.random.key(0)
+        operand = mx.random.normal((size, size), key=key).astype(self.dtype)
+        source = mx.ones((num_bytes // 4,))
+        mx.eval(operand, source)
+        return Limits(
+            flops_per_s=2.0 * size**3 / shortest_s(lambda: operand @ operand),
+            dtype=str(self.dtype).removeprefix("mlx.core."),
+            bytes_per_s=2 * num_bytes / shortest_s(lambda: source + 1),
+        )
+
+
+def shortest_s(work: Callable[[], mx.array]) -> float:
+    """Return the shortest time of one call."""
+    mx.eval(work())
+    best, start = float("inf"), time.perf_counter()
+    while time.perf_counter() - start < BUDGET_S:
+        before = time.perf_counter()
+        mx.eval(work())
+        best = min(best, time.perf_counter() - before)
+    return best
+
 
 _FAILURES = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, OSError)
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -157,8 +215,6 @@ def _try_attention() -> None:
 def _bf16_speedup(size: int = 2048) -> float:
     """Return the time of an fp32 matmul divided by the time of a bf16 matmul."""
     import mlx.core as mx
-
-    from crosstune.mlx_engine.profiler import shortest_s
 
     wide = mx.array(np.random.default_rng(0).standard_normal((size, size), dtype=np.float32))
     narrow = wide.astype(mx.bfloat16)

@@ -42,7 +42,7 @@ from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, read_memory
 from crosstune.mlx_engine.load import DTYPES
 from crosstune.mlx_engine.optimizer import Masters, Optimizer
-from crosstune.mlx_engine.profiler import MlxProfiler
+from crosstune.mlx_engine.probe import MlxProfiler
 from crosstune.mlx_engine.save_model import save_tensors
 from crosstune.mlx_engine.task import Arrays, BuildContext, Gradients, HasOwnHead, Loss, MetricSums, MlxTask
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM

@@ -8,7 +8,6 @@ from typing import Any
 
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
-from crosstune.estimate.generation import GenerationPhase, generation_phase
 from crosstune.estimate.memory import MemoryParts, moment_bytes
 from crosstune.estimate.model_shape import trained_parameters
 from crosstune.estimate.step_time import (
@@ -17,9 +16,11 @@ from crosstune.estimate.step_time import (
     SUSTAINED,
     Cluster,
     DeviceSpeed,
+    GenerationPhase,
     StepTime,
     find_speed,
     forward_flops,
+    generation_phase,
     step_time,
 )
 from crosstune.planner.find_fit import Fit, find_fit, make_fit

@@ -29,16 +29,16 @@ from crosstune.data.batches.token_batch import (
     split_packed,
     split_rows,
 )
-from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY
-from crosstune.data.checks.preflight import (
+from crosstune.data.named_datasets import BUNDLED, DUMMY
+from crosstune.data.open_data import DataOpener
+from crosstune.data.preflight import (
     RowChecker,
     format_warnings,
     num_shared,
     stop_at_template_end,
+    summarize_corpus,
     warnings_of,
 )
-from crosstune.data.checks.summary import summarize_corpus
-from crosstune.data.open_data import DataOpener
 from crosstune.data.read.columns import parse_columns
 from crosstune.data.read.files import Row
 from crosstune.data.read.formats import to_conversation, tools_of

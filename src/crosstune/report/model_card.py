@@ -15,7 +15,7 @@ from crosstune.config.schema import options_by_name
 from crosstune.core import __version__
 from crosstune.core.intervals import wilson
 from crosstune.core.safe_text import redact
-from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY, HUB_NAMES
+from crosstune.data.named_datasets import BUNDLED, DUMMY, HUB_NAMES
 from crosstune.report.charts import run_charts
 from crosstune.report.eval_section import collect_eval
 from crosstune.report.files import RunFiles, mapping, number

@@ -35,8 +35,8 @@ from crosstune.files.run_record import BENCHMARKS
 from crosstune.files.yaml_files import YAML_LIMIT
 from crosstune.models.folder import longest_context
 from crosstune.process.this_process import hide_output
-from crosstune.results.cached_export import weights_key
 from crosstune.results.chat_model import ChatModel, open_chat_model
+from crosstune.results.export import weights_key
 from crosstune.runs.open_parts import find_model
 from crosstune.runs.trained_folder import Trained, find_trained
 

@@ -1,22 +1,31 @@
-"""Export a trained run, or any model, for other tools; read the result back and compare it."""
+"""Export a trained run, or any model, for other tools; read the result back and compare it.
+
+Exports to serve or evaluate are kept in the cache, keyed by the identity of their sources, and reused until these change.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
-from crosstune.core.events import Observer
+from crosstune.core.events import ModelProgress, Observer
 from crosstune.core.logit_distance import check_finite, measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, DenseWeights, Rewrite, WeightForm
 from crosstune.core.quantization import GGUF_PLAIN
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import write_json
-from crosstune.models.identity import RECORD, source_record
+from crosstune.models.cache import install
+from crosstune.models.file_hashes import sha256_of_all, write_checksums
+from crosstune.models.identity import RECORD, identity, source_record
+from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
 from crosstune.models.quantized_folder import dense_bytes, read_quantization, stored_format
 from crosstune.models.staged import Stage, check_out, staged
@@ -35,6 +44,7 @@ from crosstune.results.opened import (
 from crosstune.results.run_rows import RunRows, read_run_rows
 from crosstune.results.verify import chat_problems, judge, refuse_unverified
 from crosstune.results.vllm import vllm_report
+from crosstune.runs.trained_folder import Trained
 
 FORMATS = ("hf", "mlx", "gguf", "ollama", "vllm")
 _NOT_FOR_MLX = (
@@ -258,3 +268,50 @@ def _copy_model(source: Path, target: Path) -> None:
     for path in source.glob("[!.]*"):
         if path.is_file() and path.name not in (RECORD, QUANTIZATION_RECORD):
             shutil.copy2(path, target / path.name)
+
+
+_KEY_CHARS = 12
+_HASHED = ("*.safetensors", "*.json", "*.jinja", "*.model")
+
+
+def cached_export(target: str, trained: Trained, model: ModelFolder, to: str, *, observer: Observer) -> Path:
+    """Return the exported model folder, or the GGUF file, from the cache if its sources have not changed."""
+
+    def show(stage: str, done: int, total: int | None) -> None:
+        observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=target))
+
+    key = weights_key(trained, model, to)
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name_of(target, trained)).strip(".-") or "model"
+    result = "model.gguf" if to == "gguf" else "model"
+
+    def build(folder: Path, scratch: Path) -> None:
+        export(Request(target=target, out=folder / result), Form(to=to), observer=observer)
+        write_checksums(folder)
+
+    folder = install(
+        f"{stem}-{to}-{key[:_KEY_CHARS]}",
+        build,
+        need_bytes=3 * dense_bytes(model.path, "auto"),
+        source={"kind": "export", "form": to, "sha256": key},
+        cache=cache_override(),
+        progress=show,
+    )
+    return folder / result
+
+
+def weights_key(trained: Trained, model: ModelFolder, *words: str) -> str:
+    """Return a hash of everything that determines the answers of a target: weights, settings, tokenizer and template."""
+    key = hashlib.sha256("\0".join([*words, identity(model.path)["sha256"]]).encode())
+    for folder in (model.path, trained.adapter):
+        files = sorted(path for pattern in _HASHED for path in folder.glob(pattern)) if folder else []
+        for path, digest in sha256_of_all(files).items():
+            key.update(f"{path.name}\0{digest}\0".encode(errors="surrogateescape"))
+    return key.hexdigest()
+
+
+def name_of(target: str, trained: Trained) -> str:
+    """Return a short name for a target: the run's, the folder's, or the model's name as it was given."""
+    if trained.home is None:
+        return target
+    home = trained.home
+    return home.parent.name if home.name in ("adapter", "model") and not trained.is_run else home.name

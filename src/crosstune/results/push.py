@@ -18,7 +18,7 @@ from crosstune.files.hub_connection import why_unreachable
 from crosstune.files.json_files import read_json, write_json
 from crosstune.models.bundled import BUNDLED, SMOLLM2_HUB
 from crosstune.models.identity import RECORD
-from crosstune.results.cached_export import cached_export
+from crosstune.results.export import cached_export
 from crosstune.runs.open_parts import find_model
 from crosstune.runs.trained_folder import Trained
 

@@ -20,8 +20,8 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, naming, raise_all
 from crosstune.core.events import Observers
 from crosstune.core.protocols import HasLongestRows, HasMeanRow, Recipe
-from crosstune.data.bundled.named_datasets import BUNDLED
-from crosstune.data.checks.preflight import is_local_dataset
+from crosstune.data.named_datasets import BUNDLED
+from crosstune.data.preflight import is_local_dataset
 from crosstune.data.read.columns import TARGETS, parse_columns
 from crosstune.data.read.dataset_list import parse_dataset
 from crosstune.data.read.sources import check_name

@@ -25,9 +25,8 @@ from crosstune.models.file_hashes import sha256_of
 from crosstune.models.folder import longest_context
 from crosstune.models.identity import identity, recorded_sha256
 from crosstune.planner.gather import make_plan
-from crosstune.recipes.judge.items import Item, Scale, common_scale, read_scale
+from crosstune.recipes.judge.items import Item, Scale, Score, Scorer, common_scale, read_scale
 from crosstune.recipes.judge.judge import Judge, Judgement, judge_task
-from crosstune.recipes.judge.scoring import Score, Scorer
 from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, read_judge_settings
 from crosstune.runs.open_parts import find_model, open_session
 from crosstune.runs.trained_folder import Trained, check_base, find_trained

@@ -24,8 +24,7 @@ from crosstune.report.files import last_change, last_rows, load_run, mapping, nu
 from crosstune.report.outcome import result_metrics
 from crosstune.report.sweep_page import STATUSES, SWEEP_FILE
 from crosstune.runs.trials import STOP_S, TrialProcess, wait_until_free, why_ended
-from crosstune.sweep.choose import Status, Trial, choose, importances, pruned_at
-from crosstune.sweep.space import Space
+from crosstune.sweep.choose import Space, Status, Trial, choose, importances, pruned_at
 
 POLL_S = 0.2
 RESTARTS = 3

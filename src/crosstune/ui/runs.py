@@ -22,15 +22,7 @@ from crosstune.files.plain_files import UnreadableFile, is_file_name, open_plain
 from crosstune.files.run_record import BENCHMARKS, JUDGE_METRICS, RUN_FILES
 from crosstune.report.charts import overlay_charts, run_charts
 from crosstune.report.comparison import compare_loaded, render_comparison
-from crosstune.report.files import (
-    RunFiles,
-    is_running,
-    last_rows,
-    load_run,
-    number,
-    rewind,
-    sample_rows,
-)
+from crosstune.report.files import RunFiles, is_running, last_rows, load_run, number, rewind, sample_rows
 from crosstune.report.ladder_page import LADDER_FILE, render_ladder
 from crosstune.report.layout import chart_data
 from crosstune.report.page import render

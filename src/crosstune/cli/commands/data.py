@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Parser, announce_command, parse_config, print_result
+from crosstune.cli.terminal.output import count
 from crosstune.cli.terminal.streams import styled
-from crosstune.cli.terminal.units import count
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.safe_text import printable
 
@@ -141,7 +141,7 @@ def _answers(example: Any) -> list[tuple[str, Any]]:
 
 def _pieces(example: Any, tokenizer: Any) -> list[tuple[str, bool]]:
     """Return the text of an example in pieces, each with a flag for supervision."""
-    from crosstune.data.checks.summary import marked_pieces
+    from crosstune.data.preflight import marked_pieces
 
     pieces = list[tuple[str, bool]]()
     for name, answer in _answers(example):
@@ -207,7 +207,7 @@ def _account(rows: Mapping[str, int]) -> str:
 
 def mark_supervised(example: Any, tokenizer: Any, begin: str, end: str) -> str:
     """Return the text of an example, escaped, with supervised spans marked."""
-    from crosstune.data.checks.summary import marked_pieces
+    from crosstune.data.preflight import marked_pieces
 
     pieces = [(printable(text), counts) for text, counts in marked_pieces(example, tokenizer)]
     return "".join(f"{begin}{text}{end}" if counts else text for text, counts in pieces)

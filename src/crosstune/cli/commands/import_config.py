@@ -107,8 +107,7 @@ def _lines(report: dict[str, Any], file: Path) -> Iterator[str]:
 
 def _key_page(tool: str) -> Iterator[str]:
     """Yield a page with a table of keys for each trainer."""
-    from crosstune.importing.rules import describe
-    from crosstune.importing.tools import TOOLS
+    from crosstune.importing.tools import TOOLS, describe
 
     yield "# Imported keys"
     yield ""

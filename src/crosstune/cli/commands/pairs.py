@@ -69,9 +69,8 @@ def run(words: Sequence[str]) -> int:
     sampling = read_sampling(own)
     announce_command(f"pairs {own.action}", own.model, f"judged by {own.judge}", "importing the engine")
     from crosstune.cli.terminal.screen import Screen
-    from crosstune.results.pairs import MakeRequest, check_pairs, make_pairs
+    from crosstune.results.pairs import MakeRequest, check_pairs, find_scorer, make_pairs
     from crosstune.results.prompt_file import read_prompts
-    from crosstune.results.scorers import find_scorer
 
     with Screen(live=True) as screen:
 

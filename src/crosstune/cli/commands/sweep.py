@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Parser, announce_command, at_least, parse_config, print_json
-from crosstune.cli.terminal.units import duration, figure
+from crosstune.cli.terminal.output import duration, figure
 from crosstune.config.recipe_spec import trained_name
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
 from crosstune.files.paths import shown_path
 
 if TYPE_CHECKING:
-    from crosstune.sweep.choose import Trial
+    from crosstune.sweep.choose import Space, Trial
     from crosstune.sweep.run import Sweep
-    from crosstune.sweep.space import Space
 
 EXAMPLES = """examples:
   crosstune sweep --over lr=1e-4..1e-3:log --over lora_rank=8,16,32 --trials 12 --model_name ./my-model --name rates
@@ -60,8 +59,7 @@ def run(words: Sequence[str]) -> int:
     from crosstune.cli.terminal.output import Output
     from crosstune.files.run_lock import hold
     from crosstune.loop.stop import StopSignal
-    from crosstune.sweep.choose import check_optuna
-    from crosstune.sweep.space import read_space
+    from crosstune.sweep.choose import check_optuna, read_space
 
     if not own.over:
         raise UserError(

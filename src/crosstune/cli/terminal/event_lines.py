@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.terminal.output import ERROR, GOOD, QUIET, STRONG, WARNING
-from crosstune.cli.terminal.units import count, duration, figure, size
+from crosstune.cli.terminal.output import ERROR, GOOD, QUIET, STRONG, WARNING, count, duration, figure, size
 from crosstune.config.recipe_spec import read_options
 from crosstune.core.events import (
     Adjusted,
@@ -108,7 +107,7 @@ def _nonfinite(event: NonFinite) -> Lines:
 
 
 def _profiled(event: Profiled) -> Lines:
-    from crosstune.loop.profile_result import profile_lines
+    from crosstune.loop.profile import profile_lines
 
     yield from ((line, None) for line in profile_lines(event.result))
     yield f"profile  {event.path}", STRONG

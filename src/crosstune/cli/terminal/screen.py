@@ -17,9 +17,8 @@ from rich.live import Live
 from rich.text import Text
 
 from crosstune.cli.terminal.event_lines import event_lines
-from crosstune.cli.terminal.output import GOOD, QUIET, STRONG, WARNING, Output
+from crosstune.cli.terminal.output import GOOD, QUIET, STRONG, WARNING, Output, duration, figure, size
 from crosstune.cli.terminal.streams import Stream
-from crosstune.cli.terminal.units import duration, figure, size
 from crosstune.config.conditions import screen_in
 from crosstune.config.schema import Config
 from crosstune.core.events import (

@@ -13,12 +13,11 @@ from mlx.utils import tree_flatten
 from crosstune.core.out_of_memory import LOADING
 from crosstune.core.protocols import Array
 from crosstune.mlx_engine.adapters import canonical_name
-from crosstune.mlx_engine.causal_loss import CausalLoss
 from crosstune.mlx_engine.limits import memory_errors
 from crosstune.mlx_engine.load import DTYPES, load_model
 from crosstune.mlx_engine.optimizer import put
 from crosstune.mlx_engine.task import Arrays, MetricSums
-from crosstune.mlx_engine.tasks.causal_lm import CausalLM
+from crosstune.mlx_engine.tasks.causal_lm import CausalLM, CausalLoss
 from crosstune.recipes.distill.losses import (
     METRICS,
     Objective,

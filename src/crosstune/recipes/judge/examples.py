@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import Example, IntArray, TokenBatch, pad_rows
-from crosstune.data.bundled.named_datasets import RowsPart
+from crosstune.data.named_datasets import RowsPart
 from crosstune.data.read.sources import Source
 from crosstune.data.render.rendering import encode_conversation
 from crosstune.data.tokens.corpus import Corpus, open_corpus

@@ -1,10 +1,10 @@
-"""Define an item to judge (a task, one or two answers, the reference verdict), its score scale and its labels."""
+"""An item to judge (a task, one or two answers, the reference verdict), its score scale and labels; and scorers of answers."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError, shown
+from crosstune.core.events import Observer
 
 WINNERS = ("A", "B", "tie")
 MAX_POINTS = 11
@@ -170,3 +171,43 @@ def number_labels(scale: Scale) -> Labels:
 def digit_labels(scale: Scale) -> Labels:
     """Return the ten digits, spread evenly over the scale: one token each in almost every vocabulary."""
     return Labels(texts=tuple("0123456789"), values=tuple(np.linspace(scale.low, scale.high, 10).tolist()))
+
+
+Score = Callable[[Sequence[Item]], list[float | None]]
+"""Return the score of each item; None if it exceeds the judge's context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """A judge, not loaded yet, or a function."""
+
+    name: str
+    open: Callable[[Observer], Score]
+    identity: Any
+    """The identity of the scores, for a journal."""
+    compares: bool = False
+    """True if an item has two answers: the score is then the probability that the first is better."""
+    span: float = math.inf
+    """The largest possible difference of two scores."""
+    tie: float = 0.0
+    """The largest difference of equal scores."""
+    runs_code: bool = False
+    low: float = 0.0
+    """The lowest score, if the span is finite."""
+    content: Callable[[], str] = str
+    """Return a hash of everything that determines the scores, independent of its location."""
+
+
+def answer_item(messages: Sequence[Any], answers: tuple[str, ...], number: int, reference: str = "") -> Item:
+    last = next((turn["content"] for turn in reversed(messages) if turn["role"] == "user"), "")
+    extra, name, task = {"prompt": last, "messages": list(messages)}, str(number), transcript(messages)
+    replies = tuple([{"role": "assistant", "content": answer}] for answer in answers)
+    turns: Any = {"prompt": list(messages), "replies": replies}
+    return Item(id=name, group=name, task=task, answers=answers, reference=reference, extra=extra, **turns)
+
+
+def transcript(messages: Sequence[Any]) -> str:
+    """Return the text of a single message, or each turn after its role."""
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in messages)

@@ -12,7 +12,7 @@ import numpy as np
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, naming, shown
-from crosstune.data.bundled.named_datasets import JUDGED, RowsPart
+from crosstune.data.named_datasets import JUDGED, RowsPart
 from crosstune.data.read.columns import parse_columns
 from crosstune.data.read.dataset_list import unweighted
 from crosstune.data.read.files import file_part

@@ -17,7 +17,7 @@ from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.core.weights import averaged
 from crosstune.data.batches.epoch_order import Mixture
 from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
-from crosstune.data.checks.preflight import warnings_of
+from crosstune.data.preflight import warnings_of
 from crosstune.models.folder import longest_context
 from crosstune.recipes.judge.evaluation import defined_metrics, evaluate_items
 from crosstune.recipes.judge.examples import ItemCorpus, encode_items, find_label_tokens

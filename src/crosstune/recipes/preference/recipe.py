@@ -23,19 +23,20 @@ from crosstune.core.weights import averaged
 from crosstune.data.batches.forked import Fork
 from crosstune.data.batches.packing import PackedOrder
 from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
-from crosstune.data.checks.preflight import warnings_of
+from crosstune.data.preflight import warnings_of
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.files.run_record import REFERENCE
 from crosstune.models.folder import folder_shape, longest_context
 from crosstune.recipes.preference.batch import Floats, PreferenceBatch, make_batch
 from crosstune.recipes.preference.data_report import account, describe_answers, pair_warnings
 from crosstune.recipes.preference.losses import (
+    ACCURACY,
+    ANSWER_LENGTH,
     BETAS,
     WITH_SFT,
     PreferenceLoss,
     Settings,
 )
-from crosstune.recipes.preference.metrics import ACCURACY, ANSWER_LENGTH
 from crosstune.recipes.preference.open_pairs import PreferenceCorpus, open_preferences, prompt_key, tokenize
 from crosstune.recipes.preference.reference import (
     model_identity,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from crosstune.core.intervals import wilson
 from crosstune.core.protocols import Metrics
 from crosstune.recipes.preference.data_report import length_advice
-from crosstune.recipes.preference.metrics import ACCURACY, ANSWER_LENGTH
+from crosstune.recipes.preference.losses import ACCURACY, ANSWER_LENGTH
 
 BROKEN = 0.5
 """Nats per token that the chosen answers may lose before the model counts as broken: 1.65 times the perplexity."""

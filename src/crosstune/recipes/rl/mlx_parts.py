@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from crosstune.core.protocols import Array
-from crosstune.mlx_engine.causal_loss import CausalLoss
 from crosstune.mlx_engine.task import Arrays, MetricSums
+from crosstune.mlx_engine.tasks.causal_lm import CausalLoss
 from crosstune.recipes.preference.mlx_parts import ForkedLM, ReferenceLoss, detached
 from crosstune.recipes.rl.batch import RolloutBatch
 from crosstune.recipes.rl.losses import RlLoss, loss_and_metrics, metric_names

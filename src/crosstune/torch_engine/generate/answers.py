@@ -15,8 +15,7 @@ import torch.distributed as dist
 from crosstune.core.answers import Answer, Earlier, Question, group_equal
 from crosstune.core.sampling import Sampling
 from crosstune.torch_engine.device import clear_cache
-from crosstune.torch_engine.generate.rows import Block, Rows
-from crosstune.torch_engine.generate.sampler import Sampler, mark_seen
+from crosstune.torch_engine.generate.rows import Block, Rows, Sampler, mark_seen
 
 MOST_ROWS_ON_GPU, MOST_ROWS_ON_CPU = 256, 64
 _FIRST_COLUMNS = 512

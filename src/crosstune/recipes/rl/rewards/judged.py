@@ -15,8 +15,7 @@ from crosstune.core.errors import UserError, shown
 from crosstune.core.events import Observer
 from crosstune.core.rewards import RewardUnavailable, ScoredAnswer
 from crosstune.files.openai_client import LOOPBACK_NAMES, RequestRejected, ServerAway, ServerModel, connect
-from crosstune.recipes.judge.items import Item, Scale
-from crosstune.recipes.judge.scoring import Score, Scorer, answer_item
+from crosstune.recipes.judge.items import Item, Scale, Score, Scorer, answer_item
 from crosstune.recipes.judge.verdicts import VerdictFormat, prompt_messages
 from crosstune.recipes.rl.rewards.answer_checks import Reward, Scores
 

@@ -1,1 +1,0 @@
-"""Generated datasets, found by name."""

@@ -1,1 +1,0 @@
-"""Check and describe a dataset before training."""
