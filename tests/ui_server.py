@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstune.ui.server import Guard, make_server, read_token
+from crosstune.ui.guard import Guard, read_token
+from crosstune.ui.server import make_server
 
 WAIT_S = 60.0
 

@@ -326,7 +326,7 @@ def test_the_held_out_loss_and_rewards_of_losses_per_token(pairs: Path) -> None:
 
 
 def test_the_order_of_a_list_of_losses_does_not_matter() -> None:
-    from crosstune.recipes.preference.recipe import check_options, make_loss
+    from crosstune.recipes.preference.losses import check_options, make_loss
 
     for names in (("dpo:0.5", "orpo:0.5"), ("simpo:0.5", "dpo:0.5"), ("cpo:2", "sft:1")):
         found = [

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from manifests import make_manifest
 
-from crosstune.cli.commands.judge import metric_lines as table_lines
+from crosstune.cli.judge_lines import metric_lines as table_lines
 from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import UserError
 from crosstune.data.batches.row_order import rows_per_step

@@ -143,7 +143,7 @@ def test_one_class_only(tmp_path: Path) -> None:
 def test_equal_answers_are_counted_and_left_out(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "d", "chosen": "b", "rejected": "b"}]
     data = open_preferences(make_config(recipe="preference", dataset=write(tmp_path, rows)), paired=True)
-    assert len(data.train) == 1 and data.num_same == 1
+    assert len(data.train) == 1 and data.num_left_out == 1
     with pytest.raises(UserError, match="no preference to learn from"):
         open_preferences(make_config(recipe="preference", dataset=write(tmp_path, rows[1:])), paired=True)
 

@@ -30,9 +30,10 @@ from crosstune.cli.main import main
 from crosstune.config.schema import option_list
 from crosstune.core.errors import UserError
 from crosstune.ui.form import reserve_name
+from crosstune.ui.guard import Guard, read_token
 from crosstune.ui.jobs import Jobs, is_alive
 from crosstune.ui.runs import MOST_BYTES, NUM_BUCKETS, Runs
-from crosstune.ui.server import Guard, make_server, read_token
+from crosstune.ui.server import make_server
 
 NAME = "<img src=x onerror=alert(1)> 'quoted' \"run\""
 

@@ -12,6 +12,7 @@ from crosstune.core.errors import NonFiniteError, PeerLost, UserError
 from crosstune.core.events import Recovered
 from crosstune.core.out_of_memory import EVALUATING, GENERATING, STEP, OutOfMemory
 from crosstune.core.protocols import Backward, Batch, PreparedBatch, Session
+from crosstune.core.schedule import Extension, learning_rate, warmup_steps
 from crosstune.data.batches.row_order import rows_per_step
 
 START = 2.0**16
@@ -146,3 +147,14 @@ def describe_recovery(error: OutOfMemory, after: Config, *, step: int) -> Recove
         next_time = {"batch_size": after.batch_size, **(accumulation if same_rows else rows)}
     options = " ".join(f"--{name} {value}" for name, value in next_time.items())
     return Recovered(step=step, doing=error.doing, cause=error.reason, changed=changed, next_time=options)
+
+
+def rate_of_step(step: int, config: Config, *, num_steps: int, extension: Extension | None = None) -> float:
+    """Return the learning rate of a step, counted from 0. `extension` replaces the schedule of an extended run."""
+    if extension is not None:
+        if extension.lr is not None:
+            return extension.lr
+        step, num_steps = step - extension.start, num_steps - extension.start
+    curve: dict[str, Any] = {"schedule": config.lr_scheduler, "num_steps": num_steps}
+    warmup = warmup_steps(**curve, steps=config.warmup_steps, ratio=config.warmup_ratio)
+    return learning_rate(step, **curve, peak=config.lr, warmup=warmup, floor_ratio=config.cosine_min_lr_ratio)

@@ -38,7 +38,7 @@ from crosstune.core.protocols import (
     is_divided,
 )
 from crosstune.core.rewards import RewardUnavailable
-from crosstune.core.schedule import Extension, learning_rate, warmup_steps
+from crosstune.core.schedule import Extension
 from crosstune.files.run_record import RecordFailed
 from crosstune.loop.deferred_errors import DeferredErrors
 from crosstune.loop.prefetch import Generation, Prefetch
@@ -51,20 +51,9 @@ from crosstune.loop.progress import (
     stops_early,
 )
 from crosstune.loop.save import Checkpoints
-from crosstune.loop.step import LossScale, describe_recovery, halve, take_step
+from crosstune.loop.step import LossScale, describe_recovery, halve, rate_of_step, take_step
 from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.process.ranks import Group, SingleProcess
-
-
-def rate_of_step(step: int, config: Config, *, num_steps: int, extension: Extension | None = None) -> float:
-    """Return the learning rate of a step, counted from 0. `extension` replaces the schedule of an extended run."""
-    if extension is not None:
-        if extension.lr is not None:
-            return extension.lr
-        step, num_steps = step - extension.start, num_steps - extension.start
-    curve: dict[str, Any] = {"schedule": config.lr_scheduler, "num_steps": num_steps}
-    warmup = warmup_steps(**curve, steps=config.warmup_steps, ratio=config.warmup_ratio)
-    return learning_rate(step, **curve, peak=config.lr, warmup=warmup, floor_ratio=config.cosine_min_lr_ratio)
 
 
 def _sample_row(sample: Sample) -> SampleRow:

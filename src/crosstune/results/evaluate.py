@@ -12,39 +12,33 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError, shown
 from crosstune.core.events import Evaluating, EvaluationStarted, Observer, Warned
 from crosstune.core.names import did_you_mean
-from crosstune.core.sampling import Sampling
-from crosstune.data.batches.token_batch import Example, pad_rows
 from crosstune.data.read.files import file_part
-from crosstune.data.render.rendering import render
 from crosstune.files.hub_connection import offline_if_unreachable
 from crosstune.files.journal import Journal
 from crosstune.files.json_files import read_json, to_json, write_json
 from crosstune.files.plain_files import kind_of, read_plain_text
 from crosstune.files.run_record import BENCHMARKS
 from crosstune.files.yaml_files import YAML_LIMIT
-from crosstune.models.folder import longest_context
 from crosstune.process.this_process import hide_output
 from crosstune.results.chat_model import ChatModel, open_chat_model
 from crosstune.results.export import weights_key
+from crosstune.results.harness_model import Answers, harness_model
 from crosstune.runs.open_parts import find_model
 from crosstune.runs.trained_folder import Trained, find_trained
 
 _BOOTSTRAPS = 1000
 _FEWSHOT_SEED = 1234
 """The harness's own, so that numbers can be compared with its command line."""
-_DEFAULT_CONTEXT = 2048
-_DEFAULT_ANSWER = 256
 _SAME = ("side", "asked", "definition", "weights", "chat_template", "num_fewshot_asked", "limit", "precision")
 """Fields that identify a result: the same request is not computed again."""
 
@@ -112,9 +106,9 @@ def evaluate(request: EvalRequest, *, observer: Observer) -> list[dict[str, Any]
                     _check_template(target, chat_model, request)
                 with _open_journal(place, facts, observer) as journal:
                     show = _progress(observer, side, asked, num_kept=len(journal.rows))
-                    answers = _Answers(journal, show)
-                    harness_model = _harness_model(chat_model, model.path, request, answers)
-                    rows = [facts | row for row in _run_task(asked, harness_model, index, request)]
+                    answers = Answers(journal, show)
+                    harness = harness_model(chat_model, model.path, answers, batch_size=request.batch_size)
+                    rows = [facts | row for row in _run_task(asked, harness, index, request)]
                 kept = [*_read_results(place), *rows]  # another evaluation may have finished in between
                 if place is not None:
                     write_json(place, {"format": 1, "lm_eval": _version(), "results": kept})
@@ -291,130 +285,3 @@ def _progress(observer: Observer, side: str, task: str, *, num_kept: int) -> Cal
         observer.on_event(Evaluating(done=done, total=total, what=what))
 
     return show
-
-
-@dataclass
-class _Answers:
-    """The answers of a task in the order of its requests; an earlier process may have left the first ones in the journal."""
-
-    journal: Journal
-    show: Callable[[int, int], None]
-    num_used: int = 0
-
-    def compute(self, num_requests: int, size: int, answer: Callable[[slice], Sequence[Any]]) -> list[Any]:
-        """Return the answers to the next requests; `answer` computes up to `size` of them."""
-        found = self.journal.rows[self.num_used : self.num_used + num_requests]
-        for start in range(len(found), num_requests, size):
-            new = answer(slice(start, start + size))
-            self.journal.add(new)
-            found += new
-            self.show(len(found), num_requests)
-        self.num_used += num_requests
-        return found
-
-
-def _harness_model(chat_model: ChatModel, folder: Path, request: EvalRequest, answers: _Answers) -> Any:
-    """Return the model for the harness, computed by the session of either engine."""
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
-    session: Any = chat_model.session
-    tokenizer = chat_model.tokenizer
-    context = longest_context(folder) or _DEFAULT_CONTEXT
-    start = tokenizer.bos_token or tokenizer.eos_token
-
-    class HarnessModel(TemplateLM):  # type: ignore[misc, unused-ignore]
-        @property
-        def eot_token_id(self) -> int:
-            found = tokenizer.rust.token_to_id(tokenizer.eos_token) if tokenizer.eos_token else None
-            return int(found or 0)
-
-        @property
-        def prefix_token_id(self) -> int:
-            return int((tokenizer.rust.token_to_id(start) if start else None) or 0)
-
-        @property
-        def tokenizer_name(self) -> str:
-            return tokenizer.digest
-
-        def chat_template(self, chat_template: bool | str = False) -> str | None:
-            return tokenizer.chat_template if chat_template else None
-
-        def apply_chat_template(
-            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-        ) -> str:
-            if add_generation_prompt:
-                return render(chat_history, tokenizer, add_generation_prompt=True)
-            asked, opening = chat_history[:-1], chat_history[-1]["content"]
-            return render(asked, tokenizer, add_generation_prompt=True) + opening
-
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            if add_special_tokens is None:
-                add_special_tokens = not (start and string.startswith(start))
-            return list(tokenizer.rust.encode(string, add_special_tokens=add_special_tokens).ids)
-
-        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-            return super().loglikelihood(requests, disable_tqdm=True)
-
-        def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-            def answer(place: slice) -> list[tuple[float, bool]]:
-                [(_, prompt, said)] = requests[place]
-                tokens = np.array([*prompt, *said][-context:], dtype=np.int32)
-                supervised = np.arange(len(tokens)) >= len(tokens) - len(said)
-                example = Example(tokens=tokens, supervised=supervised, index=0)
-                result = session.evaluate([pad_rows([example], pad_id=tokenizer.pad_id)])
-                return [(-result.loss * result.weight, result.metrics["exact_match"] == 1.0)]
-
-            return [(value, is_greedy) for value, is_greedy in answers.compute(len(requests), 1, answer)]
-
-        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            sums = []
-            for request in requests:
-                windows = get_rolling_token_windows(
-                    self.tok_encode(request.args[0], add_special_tokens=False),
-                    prefix_token=self.prefix_token_id,
-                    max_seq_len=context - 1,
-                    context_len=1,
-                )
-                parts = [(None, *make_disjoint_window(window)) for window in windows]
-                sums.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
-            return sums
-
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            def answer(place: slice) -> list[str]:
-                batch = [each.args for each in requests[place]]
-                return [
-                    text
-                    for (_, settings), group in _grouped(batch)
-                    for text in self._generate(group, settings)
-                ]
-
-            return answers.compute(len(requests), request.batch_size, answer)
-
-        def _generate(self, prompts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
-            length = int(settings.get("max_gen_toks", _DEFAULT_ANSWER))
-            until = settings.get("until") or []
-            until = [until] if isinstance(until, str) else until
-            warmth = float(settings.get("temperature") or 0) if settings.get("do_sample") else 0.0
-            generated = session.generate(
-                [self.tok_encode(prompt)[-max(1, context - length) :] for prompt in prompts],
-                max_new_tokens=length,
-                stop_ids=sorted(tokenizer.stop_ids),
-                sampling=replace(Sampling(), temperature=warmth),
-            )
-            texts = [tokenizer.decode(answer) for answer in generated]
-            return [
-                min((text.split(stop)[0] for stop in until if stop), key=len, default=text) for text in texts
-            ]
-
-    return HarnessModel()
-
-
-def _grouped(batch: Sequence[tuple[str, Any]]) -> Iterator[tuple[tuple[str, Any], list[str]]]:
-    """Yield runs of neighboring requests with the same settings."""
-    group: list[str] = []
-    for number, (prompt, settings) in enumerate(batch):
-        group.append(prompt)
-        if number + 1 == len(batch) or batch[number + 1][1] != settings:
-            yield (prompt, settings), group
-            group = []

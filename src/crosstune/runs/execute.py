@@ -40,9 +40,9 @@ from crosstune.loop.deferred_errors import DeferredErrors, DeferringObserver
 from crosstune.loop.profile import StepProfile, is_asked, profile_folder
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints, SavePolicy
-from crosstune.loop.step import LossScale, needs_loss_scale
+from crosstune.loop.step import LossScale, needs_loss_scale, rate_of_step
 from crosstune.loop.stop import StopRequested, StopSignal
-from crosstune.loop.train import Training, rate_of_step
+from crosstune.loop.train import Training
 from crosstune.models.identity import read_record
 from crosstune.planner.measurements import record_peak
 from crosstune.process.ranks import Group

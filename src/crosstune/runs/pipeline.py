@@ -1,6 +1,6 @@
 """The pipeline of a run, end to end: read the request, gather facts, resolve, open data and model, resume, train, save.
 
-To follow `--lr`: `prepare` resolves it, `loop.train.rate_of_step` schedules it. A row: `prepare` opens the recipe,
+To follow `--lr`: `prepare` resolves it, `loop.step.rate_of_step` schedules it. A row: `prepare` opens the recipe,
 `loop.prefetch` reads its micro-batches, `loop.step` trains on them. A checkpoint: `resume.read_request` finds it,
 `Execution` restores it, `loop.save` writes the next one.
 """

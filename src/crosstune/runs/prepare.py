@@ -30,7 +30,7 @@ from crosstune.distributed.group import (
     share_machine,
     with_world,
 )
-from crosstune.loop.train import rate_of_step
+from crosstune.loop.step import rate_of_step
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import gather, model_facts, probe_for
 from crosstune.process.ranks import Group

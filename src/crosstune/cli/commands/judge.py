@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 import sys
-import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import (
-    Line,
     Parser,
     announce_command,
     at_least,
@@ -26,7 +23,7 @@ from crosstune.cli.arguments import (
     read_run,
 )
 from crosstune.cli.commands.train import add_machine
-from crosstune.cli.terminal.output import Column, table_lines
+from crosstune.cli.judge_lines import data_lines, metric_lines, verdict_text, worst_lines
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
 from crosstune.core.names import unknown_name
@@ -248,7 +245,7 @@ def _test(
             out=out,
         )
     report = test.report
-    lines = [*metric_lines(report), *_worst_lines(report["worst"])]
+    lines = [*metric_lines(report), *worst_lines(report["worst"])]
     if out is not None:
         lines.append(f"written  {test.write(out)}")
         if (out / "plan.json").is_file():
@@ -309,7 +306,7 @@ def _predict(own: argparse.Namespace, config: Config) -> int:
         print_written(own.output, f"{len(rows)} verdicts")
         return EXIT_DONE
     lines = [
-        f"{row['id']}  {_verdict(row['predicted'], digits=2)}"
+        f"{row['id']}  {verdict_text(row['predicted'], digits=2)}"
         + (f" ({row['confidence']:.0%} sure)" if row["confidence"] is not None else "")
         for row in rows
     ]
@@ -357,31 +354,10 @@ def _data(own: argparse.Namespace, config: Config) -> int:
         "unreadable_rows": len(data.skipped),
         "notes": list(data.notes),
     }
-    print_result(found, _data_lines(config.dataset, found), as_json=own.json)
+    print_result(found, data_lines(config.dataset, found), as_json=own.json)
     if data.skipped and not config.skip_bad_rows:
         open_judge_data(config)  # raises as training does
     return EXIT_DONE
-
-
-def _data_lines(dataset: str, found: Mapping[str, Any]) -> Iterator[Line]:
-    how = f"judged by {found['verdict']} on the scale {found['scale']}"
-    if found["verdict"] == "reward":
-        how = "pairs for a reward model (Bradley-Terry); an example shows the better answer"
-    yield f"data     {dataset}, {how}"
-    for name, facts in found["splits"].items():
-        labels = "  ".join(f"{label}: {count}" for label, count in facts["labels"].items())
-        yield (
-            f"{name:<8} {facts['items']:,} items in {facts['groups']:,} groups, "
-            f"{facts['with_reference']:,} with a reference; {labels}"
-        )
-    dropped = " and were dropped" * bool(found["leaking_rows"])
-    yield f"leaks    {found['leaking_rows']:,} training rows are also held out{dropped}"
-    if found["unreadable_rows"]:
-        yield f"skipped  {found['unreadable_rows']:,} rows cannot be read"
-    yield from (f"note     {note}" for note in found["notes"])
-    for number, messages in enumerate(found["shown"], start=1):
-        said = "\n".join(str(message["content"]) for message in messages[:-1])
-        yield f"\nexample {number}\n{said}\n[[{messages[-1]['content']}]]"
 
 
 def _labels(items: Sequence[Item], verdict: VerdictFormat) -> dict[str, int]:
@@ -426,39 +402,3 @@ def _split(own: argparse.Namespace, config: Config) -> int:
         print_line(f"written  {paths[name]} ({len(items)} items in {groups} groups)")
     print_line(f"train    crosstune judge train --dataset {shlex.quote(str(folder))}")
     return EXIT_DONE
-
-
-def metric_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a table of metrics with 95 % intervals, one column for the judge and each baseline."""
-    from crosstune.report.judge_section import TITLES, compare_with_best
-
-    columns = {"judge": report, **report.get("baselines", {})}
-    names = [name for name in TITLES if any(name in each["metrics"] for each in columns.values())]
-    table = [Column(title="", cells=[*(TITLES[name] for name in names), "unreadable"])]
-    for title, each in columns.items():
-        cells = [*(_metric(each, name) for name in names), f"{each['num_unreadable']}"]
-        table.append(Column(title=title, cells=cells))
-    yield from table_lines(table, width=None)
-    if lead := compare_with_best(report):
-        yield lead
-    yield f"{report['num_items']:,} items in {report['num_groups']:,} groups; 95 % intervals by resampling groups"
-    yield from (f"note: {note}" for note in report.get("notes", ()))
-
-
-def _metric(report: Mapping[str, Any], name: str) -> str:
-    value = report["metrics"].get(name)
-    if value is None or not math.isfinite(value):
-        return "-"
-    bounds = report.get("intervals", {}).get(name)
-    return f"{value:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
-
-
-def _worst_lines(worst: Sequence[Mapping[str, Any]], *, most: int = 3) -> Iterator[str]:
-    for row in worst[:most]:
-        answer = row.get("answer") or f"A: {row.get('answer_a')} B: {row.get('answer_b')}"
-        shown = textwrap.shorten(answer, 90, placeholder=" ...")
-        yield f"worst    {_verdict(row['predicted'], digits=1)} instead of {row['expected']}: {shown}"
-
-
-def _verdict(said: float | str | None, *, digits: int) -> str:
-    return "unreadable" if said is None else f"{said:.{digits}f}" if isinstance(said, float) else str(said)

@@ -39,7 +39,8 @@ def run(words: Sequence[str]) -> int:
     own = make_parser().parse_args(list(words))
     if not all(importlib.util.find_spec(name) for name in ("starlette", "uvicorn")):
         raise UserError("The page needs starlette and uvicorn.", do="pip install 'crosstune[ui]'")
-    from crosstune.ui.server import make_server, read_token
+    from crosstune.ui.guard import read_token
+    from crosstune.ui.server import make_server
 
     if own.output_dir.exists() and not own.output_dir.is_dir():
         raise UserError(f"{own.output_dir} is not a folder.", do="choose a different --output_dir")

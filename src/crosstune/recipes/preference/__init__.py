@@ -9,9 +9,10 @@ from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec
 from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
 from crosstune.estimate.machine import BackendReport
+from crosstune.recipes.preference.losses import make_loss
 from crosstune.recipes.preference.open_pairs import open_preferences
 from crosstune.recipes.preference.read_pairs import TARGETS
-from crosstune.recipes.preference.recipe import PreferenceRecipe, make_loss
+from crosstune.recipes.preference.recipe import PreferenceRecipe
 
 
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:

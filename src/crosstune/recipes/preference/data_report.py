@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from crosstune.recipes.preference.open_pairs import PreferenceCorpus, PreferenceData, prompt_key
+from crosstune.data.prompt_rows import PromptRows, prompt_key
+from crosstune.recipes.preference.open_pairs import PreferenceCorpus
 from crosstune.recipes.preference.read_pairs import Preference
 
 MAX_MEASURED = 5000
@@ -21,7 +22,7 @@ BY_LENGTH = ("simpo", "ipo", "orpo")
 
 
 def account(
-    data: PreferenceData, train: PreferenceCorpus, held_out: PreferenceCorpus | None
+    data: PromptRows[Preference], train: PreferenceCorpus, held_out: PreferenceCorpus | None
 ) -> dict[str, int]:
     """Return the number of rows read, and their number by outcome. A row of a pair may be two answers with labels."""
     kept = [_places(part.preferences) if part is not None else set[str]() for part in (train, held_out)]
@@ -30,10 +31,10 @@ def account(
         "read": data.num_rows,
         "trained": len(kept[0]),
         "held_out": len(kept[1]),
-        "same": data.num_same,
+        "same": data.num_left_out,
         "too_long": len(opened - kept[0] - kept[1]),
         "bad": len(data.skipped),
-        "unused": data.num_rows - len(opened) - data.num_same - len(data.skipped),
+        "unused": data.num_rows - len(opened) - data.num_left_out - len(data.skipped),
     }
 
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from crosstune.config.conditions import KTO, LOSSES, WITHOUT_REFERENCE
+from crosstune.config.conditions import KTO, LOSSES, WITHOUT_REFERENCE, parse_losses
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
 
 
 class Functions(Protocol):
@@ -276,3 +278,70 @@ def measure_singles(
         "entropy": entropy,
         "kl": (kl * len(labels), len(labels)),
     }
+
+
+def make_loss(config: Config) -> PreferenceLoss:
+    """Return the loss of the options."""
+    weights = parse_losses(config.preference_loss)
+    kinds = [name for name in weights if name != "sft"]
+    sft = config.sft_weight
+    if sft is None:
+        sft = sum(weights[name] * WITH_SFT.get(name, 0.0) for name in kinds)
+    if sft and "sft" not in weights:
+        weights["sft"] = sft
+    default_beta = BETAS.get(kinds[0], 0.1) if len(kinds) == 1 else 0.1
+    return PreferenceLoss(
+        weights=weights,
+        settings=Settings(
+            beta=config.beta if config.beta is not None else default_beta,
+            label_smoothing=config.label_smoothing,
+            gamma=config.simpo_gamma,
+            desirable_weight=config.desirable_weight,
+            undesirable_weight=config.undesirable_weight,
+        ),
+    )
+
+
+def check_options(config: Config) -> list[UserError]:
+    """Return a problem for each option that the recipe does not support."""
+    problems = []
+    loss = make_loss(config)
+    if not loss.settings.beta >= 1e-6:
+        problems.append(
+            UserError(
+                f"--beta {config.beta} is too low for --recipe preference.",
+                why="the loss would not depend on the preferences.",
+                do="use 0.1, or leave it unset",
+            )
+        )
+    if config.packing and KTO in loss.weights:
+        problems.append(
+            UserError(
+                "--packing cannot be combined with --preference_loss kto.",
+                why="its KL estimate uses the answers of the other rows of a micro-batch.",
+                do="remove --packing",
+            )
+        )
+    if config.sft_weight is not None and "sft" in parse_losses(config.preference_loss):
+        problems.append(
+            UserError(
+                f"--sft_weight cannot be combined with --preference_loss {config.preference_loss}.",
+                why="the list has the weight of sft.",
+                do="remove one of the two",
+            )
+        )
+    if config.train_on_prompt:
+        problems.append(
+            UserError(
+                "--train_on_prompt does not work with --recipe preference.",
+                why="answers are compared, not prompts.",
+            )
+        )
+    if KTO in loss.weights and config.batch_size == 1:
+        problems.append(
+            UserError(
+                "--preference_loss kto needs a --batch_size of at least 2.",
+                why="its KL estimate uses the answers of the other rows of a micro-batch.",
+            )
+        )
+    return problems

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,170 +13,43 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import Example
 from crosstune.data.named_datasets import RowsPart
-from crosstune.data.open_data import HELD_OUT_SHARE
-from crosstune.data.read.columns import Columns, check_columns, parse_columns
-from crosstune.data.read.dataset_list import unweighted
-from crosstune.data.read.formats import Turn
-from crosstune.data.read.sources import Source, open_source, row_error, skipped_row
+from crosstune.data.prompt_rows import PromptRows, read_prompt_rows
+from crosstune.data.read.files import Row
+from crosstune.data.read.sources import Source
 from crosstune.data.tokens.corpus import Corpus, how_to_fit, open_corpus
 from crosstune.data.tokens.encode import OnProgress
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.preference.batch import Group
 from crosstune.recipes.preference.read_pairs import TARGETS, Preference, read_preferences
 
-_SPLIT_KEY = 2**34
-"""Separates the random stream of the split from other streams with the same seed."""
 
+def open_preferences(config: Config, *, paired: bool) -> PromptRows[Preference]:
+    """Read the preferences of a configuration; pairs of equal answers are left out."""
 
-@dataclass(frozen=True, kw_only=True)
-class PreferenceData:
-    train: Sequence[Preference]
-    held_out: Sequence[Preference]
-    num_rows: int
-    num_same: int = 0
-    """Pairs dropped because both answers are the same."""
-    skipped: Sequence[str] = ()
-    """Rows that cannot be read, as JSON text: file, line and reason."""
-    notes: Sequence[str] = ()
+    def read(row: Row, place: str) -> list[Preference]:
+        found = read_preferences(row, paired=paired, place=place)
+        return [one for one in found if len(one.answers) == 1 or one.answers[0] != one.answers[1]]
 
-
-@dataclass(kw_only=True)
-class _Reading:
-    config: Config
-    paired: bool
-    num_rows: int = 0
-    num_same: int = 0
-    skipped: list[str] = field(default_factory=list)
-    first_error: UserError | None = None
-    """The error of the first skipped row, with its place."""
-
-    def read(self, source: Source, *, limit: int) -> list[Preference]:
-        """Return the preferences of a source, at most `limit` unless that is -1."""
-        columns = parse_columns(self.config.columns, targets=TARGETS)
-        check_columns([source], columns)
-        source = replace(source, skips_bad=self.config.skip_bad_rows)
-        found: list[Preference] = []
-        for part, row, _ in _with_columns(source, columns).rows():
-            if limit != -1 and len(found) >= limit:
-                break
-            self.num_rows += 1
-            try:
-                if row.error is not None:
-                    raise row.error
-                read = read_preferences(row.row, paired=self.paired, place=part.place(row.number))
-            except UserError as error:
-                found_error = error if row.error is not None else row_error(error, part, row.number)
-                if not self.config.skip_bad_rows:
-                    raise found_error from error
-                self.first_error = self.first_error or found_error
-                self.skipped.append(skipped_row(error, part, row.number))
-                continue
-            same = [one for one in read if len(one.answers) == 2 and one.answers[0] == one.answers[1]]
-            self.num_same += len(same)
-            found += [one for one in read if one not in same]
-        return found
-
-
-def _with_columns(source: Source, columns: Columns) -> Source:
-    return replace(source, columns=tuple(columns.items())) if columns else source
-
-
-def open_preferences(config: Config, *, paired: bool) -> PreferenceData:
-    """Read the sources of --dataset and --eval_dataset; hold out a fraction of the prompts if there is no evaluation data."""
-    reading, train, held_out = _Reading(config=config, paired=paired), [], []
-    evaluates = not config.skip_eval and config.eval_samples > 0
-    for entry in unweighted(config.dataset, option="dataset"):
-        source = open_source(entry.name)
-        train += reading.read(source, limit=config.dataset_samples)
-        if source.held_out and evaluates and not config.eval_dataset:
-            held_out += reading.read(source.own_held_out(), limit=config.eval_samples)
-    if config.eval_dataset and evaluates:
-        for entry in unweighted(config.eval_dataset, option="eval_dataset"):
-            source = open_source(entry.name, needs_training=False)
-            held_out += reading.read(
-                source.own_held_out() if source.held_out else source, limit=config.eval_samples
-            )
-    if not train and reading.first_error is not None and not reading.num_same:
-        raise reading.first_error
-    if not train:
+    data = read_prompt_rows(config, read, targets=TARGETS)
+    if not data.train:
         raise UserError(
             f"The dataset {config.dataset} has no preference to learn from.",
-            why=f"of {reading.num_rows} rows, {reading.num_same} have two equal answers and "
-            f"{len(reading.skipped)} cannot be read.",
+            why=f"of {data.num_rows} rows, {data.num_left_out} have two equal answers and {len(data.skipped)} cannot be read.",
             do="add pairs of different answers",
         )
-    notes = []
-    if evaluates and not held_out:
-        train, held_out = hold_out_prompts(train, config)
-        if held_out:
-            notes.append(f"{len(held_out)} rows are held out, with all rows of their prompts")
-        else:
-            notes.append(
-                "no rows are held out, so nothing is evaluated: the rows of every prompt are more than --eval_fraction and "
-                "--eval_samples allow; raise them, or pass --eval_dataset"
-            )
-    _check_labels(train, config, reading)
-    return PreferenceData(
-        train=train,
-        held_out=held_out[: config.eval_samples] if config.eval_fraction is None else held_out,
-        num_rows=reading.num_rows,
-        num_same=reading.num_same,
-        skipped=reading.skipped,
-        notes=notes,
-    )
-
-
-def _check_labels(train: Sequence[Preference], config: Config, reading: _Reading) -> None:
-    labels = {one.is_desirable for one in train}
+    labels = {one.is_desirable for one in data.train}
     if None not in labels and len(labels) == 1:
         kind = "desirable" if labels == {True} else "undesirable"
         bad = ""
-        if reading.first_error is not None:
-            bad = f" {len(reading.skipped):,} rows cannot be read, the first: {reading.first_error.message}"
+        if data.first_error is not None:
+            bad = f" {len(data.skipped):,} rows cannot be read, the first: {data.first_error.message}"
         raise UserError(
             f"Every answer of {config.dataset} is {kind}.",
             why=f"kto learns from the difference between desirable and undesirable answers.{bad}",
             do="add rows with the other label"
             + ("; or train on the answers with --recipe sft" if True in labels else ""),
         )
-
-
-class _Asked(Protocol):
-    """A row with a prompt."""
-
-    @property
-    def prompt(self) -> Sequence[Turn]: ...
-
-    @property
-    def tools(self) -> Sequence[Any] | None: ...
-
-
-_One = TypeVar("_One", bound=_Asked)
-
-
-def prompt_key(one: _Asked) -> str:
-    return json.dumps([one.prompt, one.tools], sort_keys=True, default=str)
-
-
-def hold_out_prompts(found: Sequence[_One], config: Config) -> tuple[list[_One], list[_One]]:
-    """Hold out a fraction of the rows at random, whole prompts at a time."""
-    keys = [prompt_key(one) for one in found]
-    names, groups = np.unique(keys, return_inverse=True)
-    fraction = HELD_OUT_SHARE if config.eval_fraction is None else config.eval_fraction
-    most = int(len(found) * fraction)
-    if config.eval_fraction is None or "eval_samples" in config.sources:
-        most = min(most, config.eval_samples)
-    sizes, left, chosen = np.bincount(groups), most, set[int]()
-    draw = np.random.Generator(np.random.Philox(key=(config.seed, _SPLIT_KEY)))
-    for group in draw.permutation(len(names)):
-        if sizes[group] <= left and len(chosen) + 1 < len(names):
-            chosen.add(int(group))
-            left -= int(sizes[group])
-    held = [int(group) in chosen for group in groups]
-    return (
-        [one for one, out in zip(found, held, strict=True) if not out],
-        [one for one, out in zip(found, held, strict=True) if out],
-    )
+    return data
 
 
 @dataclass(frozen=True, kw_only=True)

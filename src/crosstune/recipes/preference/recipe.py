@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.config.conditions import KTO, is_precomputed, parse_losses
+from crosstune.config.conditions import is_precomputed
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing, Warned
@@ -24,6 +24,7 @@ from crosstune.data.batches.forked import Fork
 from crosstune.data.batches.packing import PackedOrder
 from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
 from crosstune.data.preflight import warnings_of
+from crosstune.data.prompt_rows import prompt_key
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.files.run_record import REFERENCE
 from crosstune.models.folder import folder_shape, longest_context
@@ -32,12 +33,10 @@ from crosstune.recipes.preference.data_report import account, describe_answers, 
 from crosstune.recipes.preference.losses import (
     ACCURACY,
     ANSWER_LENGTH,
-    BETAS,
-    WITH_SFT,
-    PreferenceLoss,
-    Settings,
+    check_options,
+    make_loss,
 )
-from crosstune.recipes.preference.open_pairs import PreferenceCorpus, open_preferences, prompt_key, tokenize
+from crosstune.recipes.preference.open_pairs import PreferenceCorpus, open_preferences, tokenize
 from crosstune.recipes.preference.reference import (
     model_identity,
     read_reference,
@@ -49,28 +48,6 @@ from crosstune.recipes.sft import TokenRecipe, open_tokenizer, reporting, write_
 _BATCHES_PER_SAVE, _MAX_SAVES = 16, 50
 """Minimum number of batches of the reference between two saves, and about the maximum number of saves."""
 _STAGE = "reference"
-
-
-def make_loss(config: Config) -> PreferenceLoss:
-    """Return the loss of the options."""
-    weights = parse_losses(config.preference_loss)
-    kinds = [name for name in weights if name != "sft"]
-    sft = config.sft_weight
-    if sft is None:
-        sft = sum(weights[name] * WITH_SFT.get(name, 0.0) for name in kinds)
-    if sft and "sft" not in weights:
-        weights["sft"] = sft
-    default_beta = BETAS.get(kinds[0], 0.1) if len(kinds) == 1 else 0.1
-    return PreferenceLoss(
-        weights=weights,
-        settings=Settings(
-            beta=config.beta if config.beta is not None else default_beta,
-            label_smoothing=config.label_smoothing,
-            gamma=config.simpo_gamma,
-            desirable_weight=config.desirable_weight,
-            undesirable_weight=config.undesirable_weight,
-        ),
-    )
 
 
 class PreferenceRecipe(TokenRecipe):
@@ -370,48 +347,3 @@ def _identity(data: PreferenceCorpus) -> str:
         sha.update(numbers.astype("<i8").tobytes())
     sha.update(repr([one.is_desirable for one in data.preferences]).encode())
     return sha.hexdigest()
-
-
-def check_options(config: Config) -> list[UserError]:
-    """Return a problem for each option that the recipe does not support."""
-    problems = []
-    loss = make_loss(config)
-    if not loss.settings.beta >= 1e-6:
-        problems.append(
-            UserError(
-                f"--beta {config.beta} is too low for --recipe preference.",
-                why="the loss would not depend on the preferences.",
-                do="use 0.1, or leave it unset",
-            )
-        )
-    if config.packing and KTO in loss.weights:
-        problems.append(
-            UserError(
-                "--packing cannot be combined with --preference_loss kto.",
-                why="its KL estimate uses the answers of the other rows of a micro-batch.",
-                do="remove --packing",
-            )
-        )
-    if config.sft_weight is not None and "sft" in parse_losses(config.preference_loss):
-        problems.append(
-            UserError(
-                f"--sft_weight cannot be combined with --preference_loss {config.preference_loss}.",
-                why="the list has the weight of sft.",
-                do="remove one of the two",
-            )
-        )
-    if config.train_on_prompt:
-        problems.append(
-            UserError(
-                "--train_on_prompt does not work with --recipe preference.",
-                why="answers are compared, not prompts.",
-            )
-        )
-    if KTO in loss.weights and config.batch_size == 1:
-        problems.append(
-            UserError(
-                "--preference_loss kto needs a --batch_size of at least 2.",
-                why="its KL estimate uses the answers of the other rows of a micro-batch.",
-            )
-        )
-    return problems

@@ -11,14 +11,11 @@ from typing import Any
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, shown
 from crosstune.core.rewards import ScoredAnswer
-from crosstune.data.read.columns import check_columns, parse_columns
-from crosstune.data.read.dataset_list import unweighted
+from crosstune.data.prompt_rows import PromptRows, prompt_key, read_prompt_rows
 from crosstune.data.read.files import Row
 from crosstune.data.read.formats import SYSTEM_COLUMNS, Turn, as_messages, tools_of
-from crosstune.data.read.sources import Source, open_source, row_error, skipped_row
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.recipes.preference.open_pairs import hold_out_prompts, prompt_key
 
 ALIASES = ("question", "instruction", "problem", "query", "messages", "conversations")
 """Other names of the column `prompt`, tried in this order."""
@@ -47,17 +44,6 @@ class Prompt:
 
     def scored(self, answer: str) -> ScoredAnswer:
         return ScoredAnswer(prompt=self.prompt, answer=answer, columns=self.columns, is_text=self.is_text)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptData:
-    train: Sequence[Prompt]
-    held_out: Sequence[Prompt]
-    num_rows: int
-    num_too_long: int = 0
-    skipped: Sequence[str] = ()
-    """Rows that cannot be read, as JSON text: file, line and reason."""
-    notes: Sequence[str] = ()
 
 
 def is_conversation(text: str) -> bool:
@@ -97,72 +83,17 @@ def read_prompt(row: Row, *, place: str = "") -> Prompt:
     return Prompt(prompt=turns, columns=columns, is_text=is_text, tools=tools_of(row), place=place)
 
 
-@dataclass(kw_only=True)
-class _Reading:
-    config: Config
-    num_rows: int = 0
-    skipped: list[str] = field(default_factory=list)
-
-    def read(self, source: Source, *, limit: int) -> list[Prompt]:
-        """Return the prompts of a source, at most `limit` unless that is -1."""
-        columns = parse_columns(self.config.columns, targets=TARGETS)
-        check_columns([source], columns)
-        source = replace(source, skips_bad=self.config.skip_bad_rows)
-        if columns:
-            source = replace(source, columns=tuple(columns.items()))
-        found: list[Prompt] = []
-        for part, row, _ in source.rows():
-            if limit != -1 and len(found) >= limit:
-                break
-            self.num_rows += 1
-            try:
-                if row.error is not None:
-                    raise row.error
-                found.append(read_prompt(row.row, place=part.place(row.number)))
-            except UserError as error:
-                if not self.config.skip_bad_rows:
-                    raise (error if row.error is not None else row_error(error, part, row.number)) from error
-                self.skipped.append(skipped_row(error, part, row.number))
-        return found
-
-
-def read_prompts(config: Config) -> PromptData:
-    """Read the sources of --dataset and --eval_dataset; hold out a fraction of the prompts if there is no evaluation data."""
-    reading, train, held_out = _Reading(config=config), list[Prompt](), list[Prompt]()
-    evaluates = not config.skip_eval and config.eval_samples > 0
-    for entry in unweighted(config.dataset, option="dataset"):
-        source = open_source(entry.name)
-        train += reading.read(source, limit=config.dataset_samples)
-        if source.held_out and evaluates and not config.eval_dataset:
-            held_out += reading.read(source.own_held_out(), limit=config.eval_samples)
-    if config.eval_dataset and evaluates:
-        for entry in unweighted(config.eval_dataset, option="eval_dataset"):
-            source = open_source(entry.name, needs_training=False)
-            own = source.own_held_out() if source.held_out else source
-            held_out += reading.read(own, limit=config.eval_samples)
-    if not train:
-        raise UserError(
-            f"The dataset {config.dataset} has no prompt.",
-            why=f"of {reading.num_rows} rows, {len(reading.skipped)} cannot be read.",
-            do=_SHAPE,
-        )
-    notes = []
-    if evaluates and not held_out:
-        train, held_out = hold_out_prompts(train, config)
-        if held_out:
-            notes.append(f"{len(held_out)} rows are held out, with all rows of their prompts")
-    return PromptData(
-        train=train,
-        held_out=held_out[: config.eval_samples] if config.eval_fraction is None else held_out,
-        num_rows=reading.num_rows,
-        skipped=reading.skipped,
-        notes=notes,
-    )
+def read_prompts(config: Config) -> PromptRows[Prompt]:
+    """Read the prompts of --dataset and --eval_dataset."""
+    data = read_prompt_rows(config, lambda row, place: [read_prompt(row, place=place)], targets=TARGETS)
+    if not data.train:
+        raise UserError(f"The dataset {config.dataset} has no prompt.", why="it has no row.", do=_SHAPE)
+    return data
 
 
 def tokenize(
-    data: PromptData, tokenizer: Tokenizer, *, config: Config, model_limit: int | None
-) -> PromptData:
+    data: PromptRows[Prompt], tokenizer: Tokenizer, *, config: Config, model_limit: int | None
+) -> PromptRows[Prompt]:
     """Tokenize the prompts. With its longest answer, a prompt must fit the context: others are an error, or are dropped with
     --truncation drop."""
     context = min(config.context_length, model_limit or config.context_length)
