@@ -267,7 +267,7 @@ def test_what_was_not_measured_is_not_called_worse() -> None:
 
 
 def test_the_page_shows_what_each_rung_led_to_and_escapes_what_was_said() -> None:
-    from crosstune.report.ladder_page import render_ladder, waterfall
+    from crosstune.report.trial_pages import render_ladder, waterfall
 
     def rung(name: str, outcome: str, speed: float | None) -> dict[str, Any]:
         measured = {"speed": speed, "memory": 0.5} if speed else None

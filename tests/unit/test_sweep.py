@@ -19,7 +19,7 @@ from crosstune.config.resolve.resolve import resolve
 from crosstune.core.errors import UserError
 from crosstune.estimate.machine import Device, Machine
 from crosstune.planner.gather import gather
-from crosstune.report.sweep_page import render_sweep
+from crosstune.report.trial_pages import render_sweep
 from crosstune.runs.trials import check_same_request
 from crosstune.sweep.choose import (
     Dimension,

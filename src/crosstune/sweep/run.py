@@ -22,7 +22,7 @@ from crosstune.files.json_files import read_object, write_json
 from crosstune.files.run_record import read_log
 from crosstune.report.files import last_change, last_rows, load_run, mapping, number
 from crosstune.report.outcome import result_metrics
-from crosstune.report.sweep_page import STATUSES, SWEEP_FILE
+from crosstune.report.trial_pages import STATUSES, SWEEP_FILE
 from crosstune.runs.trials import STOP_S, TrialProcess, wait_until_free, why_ended
 from crosstune.sweep.choose import Space, Status, Trial, choose, importances, pruned_at
 

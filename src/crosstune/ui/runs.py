@@ -23,11 +23,10 @@ from crosstune.files.run_record import BENCHMARKS, JUDGE_METRICS, RUN_FILES
 from crosstune.report.charts import overlay_charts, run_charts
 from crosstune.report.comparison import compare_loaded, render_comparison
 from crosstune.report.files import RunFiles, is_running, last_rows, load_run, number, rewind, sample_rows
-from crosstune.report.ladder_page import LADDER_FILE, render_ladder
 from crosstune.report.layout import chart_data
 from crosstune.report.page import render
 from crosstune.report.run_list import read_listed
-from crosstune.report.sweep_page import SWEEP_FILE, render_sweep
+from crosstune.report.trial_pages import LADDER_FILE, SWEEP_FILE, render_ladder, render_sweep
 
 T = TypeVar("T")
 MOST_BYTES = 1 << 20

@@ -120,7 +120,7 @@ def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], fol
 
     from crosstune.files.atomic_files import write_text
     from crosstune.files.json_files import write_json
-    from crosstune.report.ladder_page import write_ladder_page
+    from crosstune.report.trial_pages import write_ladder_page
 
     write_json(folder / STATE, found.to_json())
     options = {name: value for name, value in found.options.items() if name not in ("name", "overwrite")}

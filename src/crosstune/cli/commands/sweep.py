@@ -163,7 +163,7 @@ def _write_result(output: Any, sweep: Sweep, *, as_json: bool) -> None:
 
     from crosstune.cli.terminal.output import Column, table_lines, terminal_width
     from crosstune.files.atomic_files import write_text
-    from crosstune.report.sweep_page import write_sweep_page
+    from crosstune.report.trial_pages import write_sweep_page
 
     best, trials, folder = sweep.best, sweep.ranked, sweep.folder
     assert best is not None, "the sweep raises if no trial finished"
