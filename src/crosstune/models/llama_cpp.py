@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -44,12 +43,6 @@ def require_llama_cpp(request: str) -> None:
     """Raise a UserError unless xllamacpp is installed; `request` is the first sentence of the error."""
     if not is_installed():
         raise UserError(request, why="it needs llama.cpp, and xllamacpp is not installed.", do=_INSTALL)
-
-
-def import_package(request: str) -> ModuleType:
-    """Return the xllamacpp package, which has llama.cpp's server."""
-    require_llama_cpp(request)
-    return importlib.import_module("xllamacpp")
 
 
 def quantize_rows(

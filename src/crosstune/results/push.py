@@ -22,7 +22,6 @@ from crosstune.results.export import cached_export
 from crosstune.runs.open_parts import find_model
 from crosstune.runs.trained_folder import Trained
 
-WHAT = ("adapter", "merged", "gguf")
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_]|[.-](?![.-])){0,95}"
 HUB_ID = re.compile(f"{_PART}/{_PART}")
 _PATH = re.compile(r"file://|[/~\\]|[A-Za-z]:[/\\]|\.{1,2}[/\\]")
