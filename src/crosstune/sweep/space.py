@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ SAME_IN_ALL = frozenset(
 )
 DIGITS = 4
 """Significant digits of a number drawn from a range."""
+_MOST_LISTED = 100_000
+"""Combinations. With more, random draws find one that was not tried."""
 _FORMS = "write a range as NAME=LOW..HIGH or NAME=LOW..HIGH:log, and a list as NAME=A,B,C"
 
 
@@ -44,6 +47,10 @@ class Dimension:
     def values(self) -> Sequence[Any] | None:
         """All values; None for a range of real numbers."""
         return self.choices or (range(int(self.low), int(self.high) + 1) if self.is_integer else None)
+
+    @property
+    def num_values(self) -> float:
+        return len(self.choices) or (self.high - self.low + 1 if self.is_integer else math.inf)
 
     @property
     def first(self) -> Any:
@@ -75,13 +82,17 @@ def read_space(texts: Sequence[str]) -> Space:
     return space
 
 
+def num_combinations(space: Space) -> float:
+    """Return the number of combinations of values; infinite if a range of real numbers is among them."""
+    return math.prod(dimension.num_values for dimension in space.values())
+
+
 def combinations(space: Space) -> list[dict[str, Any]]:
-    """Return all combinations of values; none if a range of real numbers is among them."""
-    values = [dimension.values for dimension in space.values()]
-    known = [each for each in values if each is not None]
-    return [
-        dict(zip(space, each, strict=True)) for each in itertools.product(*known) if len(known) == len(space)
-    ]
+    """Return all combinations of values; none if they are more than a list should have."""
+    if num_combinations(space) > _MOST_LISTED:
+        return []
+    values = [dimension.values or () for dimension in space.values()]
+    return [dict(zip(space, each, strict=True)) for each in itertools.product(*values)]
 
 
 def _read(text: str, where: str) -> Dimension:
