@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Parser, announce_command, parse_config, print_result
+from crosstune.cli.arguments import Parser, announce_command, at_least, parse_config, print_result
 from crosstune.cli.terminal.streams import styled
 from crosstune.cli.terminal.units import count
 from crosstune.core.errors import EXIT_DONE, UserError
@@ -41,7 +41,7 @@ def make_parser() -> Parser:
         epilog=EXAMPLES,
     )
     shown = "print the first N examples (default 3)"
-    parser.add_argument("--show", type=int, default=3, metavar="N", help=shown)
+    parser.add_argument("--show", type=at_least(0), default=3, metavar="N", help=shown)
     return parser
 
 
@@ -82,7 +82,7 @@ def run(words: Sequence[str]) -> int:
     if config.recipe == "preference" and config.truncation == "error":
         report["stops_at_long"] = True
     marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() and not own.json else ("[[", "]]")
-    examples = [recipe.train[place] for place in range(min(max(own.show, 0), len(recipe.train)))]
+    examples = [recipe.train[place] for place in range(min(own.show, len(recipe.train)))]
     shown = ["\n".join(_show(example, recipe.tokenizer, *marks)) for example in examples]
     pieces = [_pieces(example, recipe.tokenizer) for example in examples] if own.json else []
     lines = ((line, WARNING if line.startswith("warning") else None) for line in report_lines(report))
