@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from crosstune.process.this_process import stop_signals
 DISK_SIZES = 40
 # Calls up to the first event of the training: a resume that sets a damaged checkpoint aside.
 RESUME_CALLS = 36
+FOREVER_S = 1e9
 START_CALLS = 84
 """Calls of a preference run up to its first checkpoint."""
 STRACE_POINTS = (
@@ -142,16 +144,60 @@ def full_disks_of_runs(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]
 
 def full_disks_of_writers(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
     """Disks that fill, and limits on file sizes, at every tenth of the bytes that each writing command takes."""
-    inputs, mounts = full_disks.Inputs(bench.home / "writers"), disks.can_mount(bench.home)
-    for name in own.writers.split(",") if own.writers else full_disks.WRITERS:
-        sizes = full_disks.measure(inputs, name) if mounts else None
+    names = own.writers.split(",") if own.writers else [*full_disks.LONG, *full_disks.WRITERS]
+    names = list(dict.fromkeys(names))
+    if own.jobs > 1:
+        with ThreadPoolExecutor(own.jobs) as pool:
+            for found in pool.map(lambda name: _in_a_process(name, own), names):
+                yield from found
+        return
+    mounts = disks.can_mount(bench.home)
+    if not mounts:
+        print("no right to mount: only limits on file sizes are tried", file=sys.stderr)
+    inputs = full_disks.Inputs(bench.home / "writers", mounts=mounts)
+    for name in names:
+        if time.monotonic() > own.ends_at:
+            break
+        sizes = full_disks.measure(inputs, name)
         if sizes is None:
-            print("no right to mount: the disks of writers are not tried", file=sys.stderr)
-            return
+            print(f"writers: {name} needs a package that is not installed", flush=True)
+            continue
         peak, largest = sizes
         for tenth in range(own.tenths[0] - 1, 10, own.tenths[1]):
-            yield full_disks.fill(inputs, name, tenth=tenth, peak=peak)
+            if time.monotonic() > own.ends_at:
+                break
+            if mounts:
+                yield full_disks.fill(inputs, name, tenth=tenth, peak=peak)
             yield full_disks.limit(inputs, name, tenth=tenth, largest=largest)
+
+
+def _in_a_process(writer: str, own: argparse.Namespace) -> list[Trial]:
+    """Try the disks of one writing command in a process of its own, and return its trials."""
+    left_s = own.ends_at - time.monotonic()
+    if left_s < 0:
+        print(f"writers: no time for {writer}", file=sys.stderr, flush=True)
+        return []
+    words = [
+        "--only",
+        "writers",
+        "--writers",
+        writer,
+        "--tenths",
+        "{}/{}".format(*own.tenths),
+        "--show",
+        "all",
+    ]
+    command = [sys.executable, __file__, *words, *(["--seconds", str(left_s)] if left_s < FOREVER_S else [])]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    trials = [Trial(**json.loads(line)) for line in ended.stdout.splitlines() if line.startswith("{")]
+    print(f"writers: {writer}, {len(trials)} trials", file=sys.stderr, flush=True)
+    if missing := [line for line in ended.stdout.splitlines() if line.endswith("is not installed")]:
+        print(missing[0], flush=True)
+    elif ended.returncode not in (0, 1) or not trials:
+        trials.append(
+            Trial(kind=f"disk: {writer}", method="", seed=0, problems=[ended.stderr[-1500:]], kills=0)
+        )
+    return trials
 
 
 def malicious(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
@@ -285,8 +331,16 @@ def main() -> None:
         metavar="I/N",
         help="of the section writers, every Nth tenth from I",
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="of the section writers, commands that run at once"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=FOREVER_S, help="of the section writers, a time limit"
+    )
+    parser.add_argument("--show", choices=("failed", "all"), default="failed", help="trials that are printed")
     parser.add_argument("--replay", help="one trial, as a failing one was printed")
     own = parser.parse_args()
+    own.ends_at = time.monotonic() + own.seconds
     if unknown := [name for name in own.only.split(",") if name not in SECTIONS]:
         parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     with tempfile.TemporaryDirectory(prefix="crosstune-faults-") as home:
@@ -314,8 +368,8 @@ def _run_section(name: str, bench: Bench, own: argparse.Namespace) -> tuple[str,
     started = time.monotonic()
     for trial in SECTIONS[name](bench, own):
         trials, num_kills = trials + 1, num_kills + trial.kills
-        if trial.problems:
-            failures += 1
+        failures += bool(trial.problems)
+        if trial.problems or own.show == "all":
             print(json.dumps(trial.to_json()), flush=True)
         if trials % 50 == 0:
             print(f"{name}: {trials} trials, {failures} failures", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
     make fuzz
     python benchmarks/fuzz_files.py --cases 3000 --seed 1
     python benchmarks/fuzz_files.py --cases 500 --only preference
+    python benchmarks/fuzz_files.py --cases 5000 --jobs 8 --seconds 400
     python benchmarks/fuzz_files.py --cases 1 --seed 4711      # one case again, with its files kept
 
 A case passes if its command ends in time with exit code 0 or 2, and the error mentions the file. Each failed case is printed
@@ -24,6 +25,8 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +68,22 @@ def work(home: Path, seeds: range, only: str | None) -> None:
         print(json.dumps({"seed": seed, "kind": kind, "problem": problem}), file=out, flush=True)
 
 
-def watch(home: Path, seeds: range, only: str | None) -> list[dict[str, Any]]:
-    """Run cases in child processes; kill a child whose case is too slow, and continue with the next case."""
+def watch(
+    home: Path, seeds: range, only: str | None, *, ends_at: float
+) -> tuple[Counter[str], list[dict[str, Any]]]:
+    """Run cases in child processes until `ends_at`; kill a child whose case is too slow, and continue with the next case.
+    Return the numbers of cases and the failures."""
     failures: list[dict[str, Any]] = []
-    counts: dict[str, int] = {}
-    next_seed = seeds.start
-    while next_seed < seeds.stop:
+    counts = Counter[str]()
+    next_seed, is_late = seeds.start, False
+    while next_seed < seeds.stop and not is_late:
         command = [sys.executable, __file__, "--worker", str(home), "--seed", str(next_seed)]
+        variables = {**os.environ, "CROSSTUNE_CACHE": str(home / "cache"), "TMPDIR": str(home)}
         command += ["--cases", str(seeds.stop - next_seed), *(["--only", only] if only else [])]
         # The errors of libraries go nowhere; those of commands are part of the answer.
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        child = subprocess.Popen(
+            command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         done: dict[str, Any] = {}
         lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=_read_lines, args=(child, lines), daemon=True).start()
@@ -82,10 +91,12 @@ def watch(home: Path, seeds: range, only: str | None) -> list[dict[str, Any]]:
             done = json.loads(line)
             next_seed = done["seed"] + 1
             if "problem" in done and done["kind"] != "start":
-                counts[done["kind"].split()[0]] = counts.get(done["kind"].split()[0], 0) + 1
+                counts[done["kind"].split()[0]] += 1
                 if done["problem"]:
                     failures.append(done)
                     print(json.dumps(done), flush=True)
+                if is_late := time.monotonic() > ends_at:
+                    break
         child.kill()
         child.wait()
         if "problem" not in done:
@@ -93,8 +104,7 @@ def watch(home: Path, seeds: range, only: str | None) -> list[dict[str, Any]]:
             print(json.dumps(failures[-1]), flush=True)
             if not done:
                 break
-    print(f"{sum(counts.values()):,} cases: {counts}; {len(failures)} failures")
-    return failures
+    return counts, failures
 
 
 def _read_lines(child: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
@@ -119,6 +129,8 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="one kind of file, as in --only preference or --only gguf")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with files of its own")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this time")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     own = parser.parse_args()
     seeds = range(own.seed, own.seed + own.cases)
@@ -126,10 +138,24 @@ def main() -> int:
         work(own.worker, seeds, own.only)
         return 0
     home = Path(tempfile.mkdtemp(prefix="fuzz-files-"))
-    os.environ["CROSSTUNE_CACHE"] = str(home / "cache")
-    started = time.monotonic()
-    failures = watch(home, seeds, own.only)
-    print(f"{time.monotonic() - started:.0f} s; the last files are in {home / 'work'}")
+    started, counts, failures = time.monotonic(), Counter[str](), list[dict[str, Any]]()
+
+    def watch_part(part: int) -> tuple[Counter[str], list[dict[str, Any]]]:
+        place = home / str(part)
+        place.mkdir()
+        return watch(
+            place,
+            seeds[len(seeds) * part // own.jobs : len(seeds) * (part + 1) // own.jobs],
+            own.only,
+            ends_at=started + own.seconds,
+        )
+
+    with ThreadPoolExecutor(own.jobs) as pool:
+        for counted, failed in pool.map(watch_part, range(own.jobs)):
+            counts += counted
+            failures += failed
+    print(f"{counts.total():,} cases: {dict(counts)}; {len(failures)} failures")
+    print(f"{time.monotonic() - started:.0f} s; the last files are in {home}/0/work")
     return 1 if failures else 0
 
 

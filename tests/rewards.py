@@ -22,7 +22,7 @@ class FunctionRewards:
         self.names = list(functions)
         self.weights = list(weights or [1.0] * len(functions))
         self.columns = ()
-        self.num_scored = 0
+        self.num_scored = self.num_closed = 0
 
     def score(self, answers: Sequence[ScoredAnswer]) -> Any:
         self.num_scored += len(answers)
@@ -33,7 +33,7 @@ class FunctionRewards:
         return f"{self.names} {self.weights}"
 
     def close(self) -> None:
-        self.functions = {}
+        self.num_closed += 1
 
 
 def vowels(answer: ScoredAnswer) -> float:

@@ -22,6 +22,7 @@ from crosstune.data.batches.forked import ForkedBatch
 from crosstune.files.json_files import read_jsonl
 from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
+from crosstune.recipes.rl.rewards.open_rewards import open_rewards
 from crosstune.recipes.rl.rollouts import Generator, Rollouts
 from crosstune.runs import move_check
 from crosstune.runs.open_parts import find_model, open_session
@@ -313,3 +314,35 @@ def test_on_a_gpu_the_sampler_difference_stays_small(prompts: Path, tmp_path: Pa
     assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-2
     again = train(prompts, tmp_path, name="again", max_new_tokens=64, lr=1e-4, num_epochs=20, **more)
     assert [row["reward"] for row in again[:1]] == [row["reward"] for row in rows[:1]]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the processes in /proc")
+@pytest.mark.parametrize("bad", [[], ["exact:nothing"]])
+def test_the_processes_of_rewards_end_with_the_run(
+    bad: list[str], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crosstune.recipes.rl.recipe.open_rewards", open_rewards)
+    (tmp_path / "short.py").write_text(
+        "def short(completions, **_):\n    return [-len(one) for one in completions]\n"
+    )
+    asked = options(prompts, tmp_path, max_steps=1, reward=[f"{tmp_path}/short.py:short", "regex:^a", *bad])
+    before = _children()
+    if bad:  # found when the rewards are open
+        with pytest.raises(UserError, match="which no row has"):
+            crosstune.train(**asked)
+    else:
+        crosstune.train(**asked)
+    assert _children() == before
+
+
+def _children() -> set[int]:
+    """Return the living children of this process."""
+    found = set[int]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it ended
+            continue
+        if parent == str(os.getpid()) and state != "Z":
+            found.add(int(stat.parent.name))
+    return found

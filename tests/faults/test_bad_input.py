@@ -194,3 +194,14 @@ def test_an_adapter_goes_on_over_its_own_base_only(
     quantized = ["--train_type", "qlora", "--quantization_backend", "bnb"]
     assert train(tmp_path, *words, str(tiny_model), *adapter, *quantized, "--name", "fourth") == 0
     assert "its base was not quantized in training and is bnb with 4 bits" in capsys.readouterr().err
+
+
+def test_a_sweep_without_held_out_rows_is_refused_before_any_trial(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "few.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    words = ["--model_name", "tiny-random", "--backend", "cpu", "--dataset", str(data)]
+    assert main(["sweep", "--over", "lr=1,2", "--output_dir", str(tmp_path / "runs"), *words]) == 2
+    assert "nothing to evaluate on" in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*/*"))

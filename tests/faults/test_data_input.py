@@ -175,6 +175,16 @@ def test_the_report_comes_before_the_errors_and_accounts_for_every_row(
     assert "2 rows cannot be read and are skipped" in told.out
 
 
+def test_all_bad_rows_are_in_the_json(tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*pairs(4), *[{"prompt": "a"}] * 14]))
+    assert data(tiny_model, path, "--json") == 2
+    told = capsys.readouterr()
+    assert [row["line"] for row in json.loads(told.out)["bad_rows"]] == list(range(5, 19))
+    assert "lines 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 and 3 more" in told.err
+    assert "`bad_rows` of --json" in told.err
+
+
 def test_what_training_rejects_is_not_called_cut(tiny_model: Path, write_jsonl: Any, capsys: Any) -> None:
     path = write_jsonl([{"prompt": f"q{n}", "completion": "word " * (1 + 400 * (n == 5))} for n in range(12)])
     words = ["--context_length", "128", "--eval_samples", "0"]

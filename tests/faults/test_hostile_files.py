@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from injection.hostile_files import make_case, run_case
+from injection.hostile_trained import TRAINED_KINDS
 from injection.intact_files import Workshop
 
 from crosstune.cli.main import main
@@ -35,7 +36,9 @@ def test_damaged_files(shop: Workshop, first: int, capfd: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    "kind", ["imports", "benchmarks", "made pairs", pytest.param("tasks", marks=pytest.mark.slow)]
+    "kind",
+    ["imports", "benchmarks", "made pairs"]
+    + [pytest.param(kind, marks=pytest.mark.slow) for kind in ("tasks", *TRAINED_KINDS)],
 )
 def test_damaged_inputs_of_the_commands_around_a_run(
     kind: str, shop: Workshop, capfd: pytest.CaptureFixture[str]

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from crosstune.core.errors import EXIT_HUNG, EXIT_PORT_TAKEN, EXIT_USER_MUST_ACT
+from crosstune.cli.commands.start_ranks import check_memory_of_libraries
+from crosstune.core.errors import EXIT_HUNG, EXIT_PORT_TAKEN, EXIT_USER_MUST_ACT, UserError
 from crosstune.distributed import launch as running
 from crosstune.distributed.attempts import Outcome
 from crosstune.distributed.launch import launch, ring_environments
@@ -202,3 +203,10 @@ def _is_running(pid: int) -> bool:
         return stat.read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_more_processes_than_the_memory_holds_are_refused() -> None:
+    check_memory_of_libraries(8, memory_bytes=16 << 30, cores=2)
+    with pytest.raises(UserError, match="65,536 processes") as caught:
+        check_memory_of_libraries(65_536, memory_bytes=16 << 30, cores=2)
+    assert "--world_size 2" in caught.value.do

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import importlib
+import math
+import pkgutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from crosstune.cli import commands
 from crosstune.config.load import cache_override, load_config, make_config
 from crosstune.config.schema import option_list
 from crosstune.core.errors import ConfigError, UserError, shown
+from crosstune.core.sampling import Sampling
 from crosstune.distributed.environment import ranks_in
 from crosstune.files.paths import cache_base, check_home
 
@@ -44,6 +52,50 @@ NO_NUMBERS = [
     "1 2",
     "1.5",
 ]
+ABSURD = ["0", "-1", "0.5", "1e30", "-1e30", "1e400", "nan", "-inf", "9" * 400, str(2**63), "1e-320"]
+
+
+def test_an_absurd_number_is_refused_or_within_the_limits_of_every_option() -> None:
+    """0.5 s for all of them."""
+    for option in option_list():
+        for value in ABSURD if option.type in (int, float) else ():
+            try:
+                found = getattr(load_config([f"--{option.name}={value}"], environment={}), option.name)
+            except ConfigError as error:
+                said = "\n".join(error.lines())
+                assert f"{option.name} cannot be" in said and "Traceback" not in said
+                assert len(said) < 400, said
+            else:
+                assert option.low <= found <= option.high, f"--{option.name}={value}"  # type: ignore[operator]
+
+
+def _numbers_of_commands() -> Iterator[tuple[str, Callable[[str], Any]]]:
+    """Yield the numbers among the own arguments of all commands, each with the function that reads it."""
+    for module in pkgutil.iter_modules(commands.__path__, f"{commands.__name__}."):
+        for name, make in vars(importlib.import_module(module.name)).items():
+            for action in make()._actions if name.startswith("make_parser") else ():
+                reads_number = "at_least" in getattr(action.type, "__qualname__", "")
+                if reads_number or action.type in (int, float):
+                    yield f"{module.name}.{name} {action.dest}", action.type
+
+
+def test_an_absurd_number_is_refused_by_every_command() -> None:
+    found = dict(_numbers_of_commands())
+    sampling = {field.name for field in dataclasses.fields(Sampling)}
+    unchecked = {name.split()[-1] for name, read in found.items() if read in (int, float)}
+    assert len(found) > 40 and unchecked <= sampling, "`Sampling` checks its own"
+    for name, read in found.items():
+        for value in ("nan", "-inf", "1e400", "9" * 5000, "1 2", "", "-1e30"):
+            if name.split()[-1] not in unchecked:
+                with pytest.raises(argparse.ArgumentTypeError) as caught:
+                    read(value)
+                assert len(str(caught.value)) < 200, name
+    for name in sampling:
+        for value in (math.nan, -math.inf, math.inf, -1e30):
+            with pytest.raises(UserError, match=f"--{name} cannot be"):
+                Sampling(**{name: value})
+
+
 NOT_NUMBERS = [10**400, 10**5000, -(10**400), float("inf"), [1], {"a": 1}, b"1", True, None, object()]
 NO_PATHS = ["", "  ", "a\0b", "a\x1b[2Jb", "\udcff", "x" * 5000, "y" * 256, "~nobody-here/x"]
 

@@ -28,6 +28,7 @@ from crosstune.sweep.choose import (
     choose,
     combinations,
     importances,
+    num_combinations,
     pruned_at,
     read_space,
 )
@@ -134,6 +135,12 @@ def test_no_combination_is_tried_twice() -> None:
         trials.append(Trial(number=len(trials), params=params, known=[], status="finished", value=1.0))
     tried = [trial.params for trial in trials]
     assert len(tried) == 6 and all(params in tried for params in combinations(space))
+
+
+def test_many_combinations_are_counted_and_not_listed() -> None:
+    space = read_space(["seed=0..4000000000", "lora_rank=4,8"])
+    assert num_combinations(space) == 2 * 4_000_000_001 and combinations(space) == []
+    assert num_combinations(read_space(["lr=1e-5..1e-3", "lora_rank=4,8"])) == math.inf
 
 
 def test_a_trial_below_the_median_is_stopped_from_its_second_evaluation() -> None:

@@ -260,6 +260,14 @@ class SkipsRows(Protocol):
 
 
 @runtime_checkable
+class Closes(Protocol):
+    """A recipe that opens child processes or models for a run."""
+
+    def close(self) -> None:
+        """End them. The run calls this at its end, also after an error."""
+
+
+@runtime_checkable
 class RecordsBase(Protocol):
     """A task that trains on top of a base model."""
 

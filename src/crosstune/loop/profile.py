@@ -369,6 +369,8 @@ class StepProfile:
         if count > FEW_STEPS:  # up to a second per step is too long before the checkpoint of a stop
             evaluating = self.stop.interruptible()
             message = f"evaluating the profile of {count} steps: this may take a second for each step"
+            if self.stop.requested:  # torch's own end of a recording cannot be interrupted
+                message = f"ending the recording of {count} steps, which takes a while; then the run stops"
             self.observer.on_event(Warned(message=message, step=first))
         try:
             with self._reporting_errors():

@@ -35,6 +35,8 @@ class DataFacts:
     longest_row: int
     longest_target: int
     tokens_per_row: float
+    evaluates: bool = True
+    """True if there is data to evaluate on."""
     is_rough: bool = False
     """True if a stand-in tokenizer counted the tokens; it counts more tokens than the model's own."""
 

@@ -19,7 +19,7 @@ from crosstune.config.resolve.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, naming, raise_all
 from crosstune.core.events import Observers
-from crosstune.core.protocols import HasLongestRows, HasMeanRow, Recipe
+from crosstune.core.protocols import HasEvaluationData, HasLongestRows, HasMeanRow, Recipe
 from crosstune.data.named_datasets import BUNDLED
 from crosstune.data.preflight import is_local_dataset
 from crosstune.data.read.columns import TARGETS, parse_columns
@@ -365,4 +365,5 @@ def _measure(recipe: Recipe) -> DataFacts | None:
         tokens_per_row=recipe.tokens_per_row()
         if isinstance(recipe, HasMeanRow)
         else described.get("tokens", 0) / max(1, rows) or recipe.longest_row(),
+        evaluates=not isinstance(recipe, HasEvaluationData) or recipe.eval_identity() is not None,
     )

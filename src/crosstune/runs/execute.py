@@ -32,7 +32,7 @@ from crosstune.core.events import (
 )
 from crosstune.core.out_of_memory import LOADING, OutOfMemory, memory_errors
 from crosstune.core.profiling import Profiles
-from crosstune.core.protocols import Generates, HasNotes, PreparesSession, Session
+from crosstune.core.protocols import Closes, Generates, HasNotes, PreparesSession, Session
 from crosstune.core.rewards import RewardUnavailable
 from crosstune.core.weights import result_weights
 from crosstune.files.run_record import Record, RecordFailed
@@ -107,7 +107,10 @@ class Execution:
         """Execute the run and return its summary."""
         self._started = time.perf_counter() - self.progress.wall_s
         self._watch = FolderWatch(self.record.folder, enabled=self.ranks.first, on_lost=self._write_to)
-        with self.stop.listening(), self._recording_end():
+        closing = (
+            contextlib.closing(self.recipe) if isinstance(self.recipe, Closes) else contextlib.nullcontext()
+        )
+        with self.stop.listening(), self._recording_end(), closing:
             if self.ranks.first:
                 clear_leftovers(self.checkpoints.root)
                 clear_results(self.record.folder)

@@ -6,6 +6,7 @@ Every choice is a function of the seed and of the trials that have ended, so a k
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import random
 import statistics
@@ -14,15 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from crosstune.core.errors import UserError
+from crosstune.config.option_names import find_option
+from crosstune.config.values import convert_value
+from crosstune.core.errors import UserError, raise_all, shown
 
 if TYPE_CHECKING:
     import optuna
-import itertools
-
-from crosstune.config.option_names import find_option
-from crosstune.config.values import convert_value
-from crosstune.core.errors import raise_all, shown
 
 SAME_IN_ALL = frozenset(
     {
@@ -39,6 +37,8 @@ SAME_IN_ALL = frozenset(
 )
 DIGITS = 4
 """Significant digits of a number drawn from a range."""
+_MOST_LISTED = 100_000
+"""Combinations. With more, random draws find one that was not tried."""
 _FORMS = "write a range as NAME=LOW..HIGH or NAME=LOW..HIGH:log, and a list as NAME=A,B,C"
 
 
@@ -57,6 +57,10 @@ class Dimension:
     def values(self) -> Sequence[Any] | None:
         """All values; None for a range of real numbers."""
         return self.choices or (range(int(self.low), int(self.high) + 1) if self.is_integer else None)
+
+    @property
+    def num_values(self) -> float:
+        return len(self.choices) or (self.high - self.low + 1 if self.is_integer else math.inf)
 
     @property
     def first(self) -> Any:
@@ -88,13 +92,17 @@ def read_space(texts: Sequence[str]) -> Space:
     return space
 
 
+def num_combinations(space: Space) -> float:
+    """Return the number of combinations of values; infinite if a range of real numbers is among them."""
+    return math.prod(dimension.num_values for dimension in space.values())
+
+
 def combinations(space: Space) -> list[dict[str, Any]]:
-    """Return all combinations of values; none if a range of real numbers is among them."""
-    values = [dimension.values for dimension in space.values()]
-    known = [each for each in values if each is not None]
-    return [
-        dict(zip(space, each, strict=True)) for each in itertools.product(*known) if len(known) == len(space)
-    ]
+    """Return all combinations of values; none if they are more than a list should have."""
+    if num_combinations(space) > _MOST_LISTED:
+        return []
+    values = [dimension.values or () for dimension in space.values()]
+    return [dict(zip(space, each, strict=True)) for each in itertools.product(*values)]
 
 
 def _read(text: str, where: str) -> Dimension:

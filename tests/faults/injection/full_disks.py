@@ -48,6 +48,8 @@ class Writer:
 JOURNAL = ("*.partial",)
 RUN = ("out/*",)
 """A run's folder stays with its log and its checkpoints, and can be resumed."""
+LONG = ("ladder", "sweep", "profile")
+"""They train several times, or evaluate a profile."""
 LATENT = "--device cpu --steps 2"
 ANSWERS = "--max_new_tokens 4 --backend cpu"
 WRITERS = {
@@ -59,6 +61,10 @@ WRITERS = {
                       "--profile_wait_steps 0 --profiler_warmup_steps 1 --profile_active_steps 2", "--resume auto", keeps=RUN),
     "preference": Writer("train --recipe preference TRAIN --model_name MODEL --dataset PAIRS --reference precomputed "
                          "--max_steps 1 --output_dir DISK --name out", "--resume auto", keeps=RUN),
+    "rl": Writer("train --recipe rl TRAIN --model_name MODEL --dataset DATA --reward length:0-4 --num_generations 2 "
+                 "--max_new_tokens 4 --save_steps 1 --max_steps 2 --output_dir DISK --name out", "--resume auto", keeps=RUN),
+    "distill": Writer("train --recipe distill TRAIN --model_name MODEL --dataset DATA --teacher TEACHER --teacher_top_k 4 "
+                      "--max_steps 1 --output_dir DISK --name out", "--resume auto", keeps=RUN),
     "judge train": Writer("judge train --backend cpu --model_name MODEL --dataset JUDGED --max_steps 1 --eval_samples 4 "
                           "--context_length 256 --output_dir DISK --name out", "--resume auto", keeps=RUN),
     "latent train": Writer("train --recipe latent_diffusion TRAIN --dataset LATENTS/pairs --hidden_size 32 --n_blocks 1 "
@@ -115,6 +121,8 @@ class Inputs:
     """Intact inputs of every writer, made once, on a disk that does not fill."""
 
     home: Path
+    mounts: bool = True
+    """False where a process may not mount a disk of its own; then only the size of files can be limited."""
 
     def __post_init__(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
@@ -124,6 +132,7 @@ class Inputs:
     def _make_places(self) -> dict[str, str]:
         home = self.home
         tiny_model(home / "model")
+        tiny_model(home / "teacher", seed=1)
         rows = [{"prompt": f"Say {n}", "completion": f"{n} and {n}"} for n in range(16)]
         _write_rows(home / "data.jsonl", rows)
         pairs = [{"prompt": f"Say {n}.", "chosen": "yes, it is", "rejected": "no"} for n in range(12)]
@@ -139,7 +148,7 @@ class Inputs:
         _write_rows(home / "rows.jsonl", [{"q": f"{n}?", "label": n % 2} for n in range(3)])
         (home / "task.yaml").write_text(TASK.replace("DATA", str(home / "rows.jsonl")))
         return {
-            "MODEL": str(home / "model"), "DATA": str(home / "data.jsonl"), "PAIRS": str(home / "pairs.jsonl"),
+            "MODEL": str(home / "model"), "TEACHER": str(home / "teacher"), "DATA": str(home / "data.jsonl"), "PAIRS": str(home / "pairs.jsonl"),
             "JUDGED": str(home / "judged.jsonl"), "ITEMS": str(home / "items.jsonl"), "PROMPTS": str(home / "prompts.txt"),
             "JUDGE": str(home / "judge.py"), "OTHER": str(home / "other.yml"), "TASK": str(home / "task.yaml"),
             "RUN": str(home / "run"), "ADAPTER_RUN": str(home / "other-run"), "ADAPTER": str(home / "run" / "adapter"),
@@ -191,11 +200,14 @@ TASK = (
 )
 
 
-def measure(inputs: Inputs, name: str) -> tuple[int, int]:
-    """Return the bytes that a command takes from the disk at most, and those of the largest file it leaves there."""
+def measure(inputs: Inputs, name: str) -> tuple[int, int] | None:
+    """Return the bytes that a command takes from the disk at most, and those of the largest file it leaves there; None if it
+    needs a package that is not installed."""
     writer, verdict = WRITERS[name], inputs.home / "verdict.json"
     inputs.make(writer)
     ended = Child(partial(_measure, inputs, writer, verdict), said=inputs.home).wait()
+    if ended.code == 2 and "pip install" in ended.said:
+        return None
     assert ended.code == 0, (name, str(ended))
     peak, largest = json.loads(verdict.read_text())
     return peak, largest
@@ -297,9 +309,13 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _mounted(inputs: Inputs, writer: Writer, num_bytes: int) -> None:
-    _own_mounts()
-    inputs.disk.mkdir(exist_ok=True)
-    _mount("tmpfs", inputs.disk, "tmpfs", 0, f"size={num_bytes}")
+    if inputs.mounts:
+        _own_mounts()
+        inputs.disk.mkdir(exist_ok=True)
+        _mount("tmpfs", inputs.disk, "tmpfs", 0, f"size={num_bytes}")
+    else:
+        shutil.rmtree(inputs.disk, ignore_errors=True)
+        inputs.disk.mkdir()
     for name in writer.brings:
         source = inputs.home / ("latents/run" if name == "latent" else name)
         shutil.copytree(source, inputs.disk / name, symlinks=True)

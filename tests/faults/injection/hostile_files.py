@@ -21,6 +21,7 @@ from crosstune.models.adapter_files import PEFT_WEIGHTS
 from injection.hostile_pairs import preference_case
 from injection.hostile_results import RESULT_KINDS
 from injection.hostile_runs import RUN_KINDS, damage
+from injection.hostile_trained import TRAINED_KINDS, reseal
 from injection.intact_files import FIXED, ROWS, Workshop
 from injection.mutations import (
     damage_bytes,
@@ -44,8 +45,9 @@ MODEL_FILES = (
     *("special_tokens_map.json", "model.safetensors", "model.safetensors.index.json"),
 )
 PREFERENCE = "preference"
+LATER_KINDS = {**RESULT_KINDS, **TRAINED_KINDS}
 FIRST_RESULTS = 100
-"""The tests run the cases before this number; they run the kinds of hostile_results.py by name."""
+"""The tests run the cases before this number; they run the later kinds by name."""
 RUN_FILES = ("plan.json", "summary.json", "metrics.jsonl", "events.jsonl", "config.yaml")
 
 
@@ -67,9 +69,9 @@ def make_case(shop: Workshop, seed: int, *, only: str | None = None) -> Case:
     kind = only or chance.choice([*KINDS, *RUN_KINDS])
     if kind == PREFERENCE or (only is None and seed % 20 == 13):
         return Case(*preference_case(shop, work, chance))
-    if kind in RESULT_KINDS or (only is None and seed >= FIRST_RESULTS and seed % 4 == 1):
-        name = kind if kind in RESULT_KINDS else chance.choice(list(RESULT_KINDS))
-        return Case(*RESULT_KINDS[name](shop, work, chance))
+    if kind in LATER_KINDS or (only is None and seed >= FIRST_RESULTS and seed % 4 == 1):
+        name = kind if kind in LATER_KINDS else chance.choice(list(LATER_KINDS))
+        return Case(*LATER_KINDS[name](shop, work, chance))
     return KINDS[kind](shop, work, chance) if kind in KINDS else Case(*RUN_KINDS[kind](shop, work, chance))
 
 
@@ -87,7 +89,7 @@ def run_case(case: Case, *, out: Callable[[], str]) -> str | None:
         return f"a traceback: {said[-300:]}"
     if len(said) > 20_000:
         return f"{len(said):,} characters"
-    if code == 2 and not any(name in said for name in case.names):
+    if code == 2 and not any(name in said for name in (*case.names, "pip install")):
         return f"the error names none of {case.names}: {said[-300:]}"
     return None
 
@@ -152,12 +154,11 @@ def _checkpoint(shop: Workshop, work: Path, chance: random.Random) -> Case:
     name = chance.choice(
         [*[MANIFEST] * 3, SEAL, *(f"{part}.safetensors" for part in ("weights", "moments", "random"))]
     )
-    before = (folder / name).read_bytes()
     damage(folder / name, chance)
     if name == MANIFEST and (folder / name).is_file() and chance.random() < 0.7:
         put(folder / SEAL, seal((folder / name).read_bytes()))
     elif name.endswith(".safetensors") and (folder / name).is_file() and chance.random() < 0.6:
-        _reseal(folder, name, before)
+        reseal(folder, name)
     commands = [
         ["checkpoint", "verify", str(run)],
         ["checkpoint", "show", str(folder)],
@@ -180,17 +181,6 @@ def _checkpoint(shop: Workshop, work: Path, chance: random.Random) -> Case:
         command,
         (str(folder), folder.name, str(run), "checkpoint", "cannot be"),
     )
-
-
-def _reseal(folder: Path, name: str, before: bytes) -> None:
-    """Write the size and hash of a damaged file into the manifest, as an attacker would."""
-    if not (folder / name).is_file():
-        return
-    manifest, raw = json.loads((folder / MANIFEST).read_bytes()), (folder / name).read_bytes()
-    manifest["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    encoded = json.dumps(manifest).encode()
-    put(folder / MANIFEST, encoded)
-    put(folder / SEAL, seal(encoded))
 
 
 def _archive(shop: Workshop, work: Path, chance: random.Random) -> Case:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Parser, announce_command, parse_config, print_result
+from crosstune.cli.arguments import Parser, announce_command, at_least, parse_config, print_result
 from crosstune.cli.terminal.output import count
 from crosstune.cli.terminal.streams import styled
 from crosstune.core.errors import EXIT_DONE, UserError
@@ -41,7 +41,7 @@ def make_parser() -> Parser:
         epilog=EXAMPLES,
     )
     shown = "print the first N examples (default 3)"
-    parser.add_argument("--show", type=int, default=3, metavar="N", help=shown)
+    parser.add_argument("--show", type=at_least(0), default=3, metavar="N", help=shown)
     return parser
 
 
@@ -82,24 +82,26 @@ def run(words: Sequence[str]) -> int:
     if config.recipe == "preference" and config.truncation == "error":
         report["stops_at_long"] = True
     marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() and not own.json else ("[[", "]]")
-    examples = [recipe.train[place] for place in range(min(max(own.show, 0), len(recipe.train)))]
+    examples = [recipe.train[place] for place in range(min(own.show, len(recipe.train)))]
     shown = ["\n".join(_show(example, recipe.tokenizer, *marks)) for example in examples]
     pieces = [_pieces(example, recipe.tokenizer) for example in examples] if own.json else []
     lines = ((line, WARNING if line.startswith("warning") else None) for line in report_lines(report))
-    print_result({**report, "model": model.name, "shown": shown, "pieces": pieces}, lines, as_json=own.json)
+    bad = [json.loads(row) for row in recipe.skipped_rows()]
+    found = {**report, "model": model.name, "shown": shown, "pieces": pieces, "bad_rows": bad}
+    print_result(found, lines, as_json=own.json)
     for number, text in enumerate(shown if not own.json else (), start=1):
         print(f"\nexample {number}\n{text}", file=styled(sys.stdout))  # the text is already escaped
-    bad = [json.loads(row) for row in recipe.skipped_rows() if not config.skip_bad_rows]
-    for line in _bad_rows(bad):
+    stops = bool(bad) and not config.skip_bad_rows
+    for line in _bad_rows(bad) if stops else ():
         print(printable(line), file=styled(sys.stderr))
-    if bad or (config.truncation == "error" and report["train"]["cut_examples"]):
+    if stops or (config.truncation == "error" and report["train"]["cut_examples"]):
         _open(config, model_folder=model.path)  # raises as training does
     return EXIT_DONE
 
 
 def _bad_rows(bad: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line for each reason with the lines of its rows."""
-    lines = dict[tuple[str, str], list[str]]()
+    lines, is_cut = dict[tuple[str, str], list[str]](), False
     for row in bad[1:]:  # the first is the error of the command
         name, number = str(row["file"]), str(row["line"])
         reason = row["reason"].removeprefix(f"{name}, line {number}").lstrip(": ")
@@ -107,7 +109,10 @@ def _bad_rows(bad: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for (name, reason), numbers in lines.items():
         listed = ", ".join(numbers[:_LINES_SHOWN])
         more = f" and {len(numbers) - _LINES_SHOWN:,} more" if len(numbers) > _LINES_SHOWN else ""
+        is_cut |= bool(more)
         yield f"{name}, line{'s' * (len(numbers) > 1)} {listed}{more}: {reason}"
+    if is_cut:
+        yield "all rows that cannot be read: `bad_rows` of --json"
 
 
 def _open(config: Config, *, cut_long: bool = False, **parts: Any) -> SftRecipe | PreferenceRecipe:

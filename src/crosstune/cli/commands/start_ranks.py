@@ -6,16 +6,19 @@ import gc
 import sys
 from collections.abc import Sequence
 
-from crosstune.backends._host import num_cores
+from crosstune.backends._host import memory_bytes, num_cores
 from crosstune.cli.terminal.output import WARNING, Output, print_error
 from crosstune.config.schema import Config
 from crosstune.config.time_limits import limits_of
 from crosstune.core.errors import UserError
 from crosstune.distributed.environment import Nodes
 from crosstune.distributed.launch import launch, ring_environments, torch_environments
+from crosstune.files.plain_files import readable_bytes
 
 CROWD = 4
 """Warn above this many processes per core."""
+RANK_BYTES = 300 << 20
+"""Memory that the libraries of a process take at least."""
 
 
 def num_local_processes(config: Config, nodes: Nodes | None) -> int:
@@ -50,6 +53,16 @@ def oversubscription_warning(backend: str, num_local: int, *, cores: int) -> str
     )
 
 
+def check_memory_of_libraries(num_local: int, *, memory_bytes: int, cores: int) -> None:
+    """Raise a UserError if the libraries of all processes do not fit into memory: starting them would halt the machine."""
+    if num_local * RANK_BYTES > memory_bytes:
+        raise UserError(
+            f"{num_local:,} processes do not fit into the memory of this machine.",
+            why=f"each loads all libraries, {readable_bytes(RANK_BYTES)} or more, and there are {readable_bytes(memory_bytes)}.",
+            do=f"use --world_size {cores}, a process for each core, or fewer",
+        )
+
+
 def start_ranks(arguments: Sequence[str], config: Config, *, nodes: Nodes | None, num_local: int) -> int:
     """Run the same command once per rank, and return the exit code of the run."""
     from crosstune.runs.pipeline import plan_single_process
@@ -57,6 +70,7 @@ def start_ranks(arguments: Sequence[str], config: Config, *, nodes: Nodes | None
     command = [sys.executable, "-m", "crosstune", *arguments]
     plan, limits = plan_single_process(config), limits_of(config)
     engine = plan.engine
+    check_memory_of_libraries(num_local, memory_bytes=memory_bytes()[0], cores=num_cores())
     if remark := oversubscription_warning(plan.backend.name, num_local, cores=num_cores()):
         Output().line(remark, style=WARNING)
     if engine == "mlx" and nodes is not None and nodes.num_nodes > 1:

@@ -120,6 +120,7 @@ def _open(
     from crosstune.files.run_record import move_aside
     from crosstune.planner.gather import with_all_devices
     from crosstune.runs.trials import PLACE, check_request, check_same_request
+    from crosstune.sweep.choose import num_combinations
     from crosstune.sweep.run import Sweep, device_slots
 
     announce_command("sweep", trained_name(config), "probing the machine")
@@ -128,6 +129,12 @@ def _open(
     if config.resume != "auto":
         first["resume"] = config.resume
     plan, checked = check_request(with_all_devices(make_config(**{**asked, **first})), kind="sweep")
+    if checked.data is not None and not checked.data.evaluates:
+        raise UserError(
+            "A sweep compares evaluations, and there is nothing to evaluate on.",
+            why="no rows are held out: the data is too small for --eval_fraction and --eval_samples.",
+            do="raise --eval_fraction, or pass --eval_dataset",
+        )
     if config.overwrite and folder.exists():
         move_aside(folder)
     goal = {"metric": own.metric, "goal": "max" if maximize else "min", "pruning": own.pruning}
@@ -147,14 +154,14 @@ def _open(
         space=space,
         metric=own.metric,
         maximize=maximize,
-        num_trials=own.trials,
+        num_trials=int(min(own.trials, num_combinations(space))),
         asked=asked,
         seed=config.seed,
         prunes=prunes,
         slots=device_slots(plan, own.parallel),
     )
     if done := len(sweep.ended()):
-        output.line(f"continue an earlier sweep: {done} of {max(done, own.trials)} trials have ended")
+        output.line(f"continue an earlier sweep: {done} of {max(done, sweep.num_trials)} trials have ended")
     return sweep
 
 
@@ -164,6 +171,7 @@ def _write_result(output: Any, sweep: Sweep, *, as_json: bool) -> None:
     from crosstune.cli.terminal.output import Column, table_lines, terminal_width
     from crosstune.files.atomic_files import write_text
     from crosstune.report.trial_pages import write_sweep_page
+    from crosstune.sweep.choose import num_combinations
 
     best, trials, folder = sweep.best, sweep.ranked, sweep.folder
     assert best is not None, "the sweep raises if no trial finished"
@@ -186,7 +194,7 @@ def _write_result(output: Any, sweep: Sweep, *, as_json: bool) -> None:
     ]
     for line in ("", *table_lines(columns, width=terminal_width()), ""):
         output.line(line)
-    if len(trials) < sweep.num_trials:
+    if len(trials) == num_combinations(sweep.space):
         output.line("note     all combinations were tried")
     output.line(f"best     {best.name}: eval_{sweep.metric} {_figure(best.value)} with {_values(best)}")
     output.line(f"run      {shown_path(folder / 'trials' / best.name)}")

@@ -105,6 +105,10 @@ class RlRecipe:
                 do="specify what a good answer is with --reward",
             )
 
+    def close(self) -> None:
+        if self._rewards is not None:
+            self._rewards.close()
+
     @property
     def rewards(self) -> Rewards:
         assert self._rewards is not None, "the session was prepared"
