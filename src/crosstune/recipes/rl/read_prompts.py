@@ -59,6 +59,11 @@ class PromptData:
     """Rows that cannot be read, as JSON text: file, line and reason."""
     notes: Sequence[str] = ()
 
+    @property
+    def columns(self) -> set[str]:
+        """The columns of the prompts to train on."""
+        return {name for one in self.train for name in one.columns}
+
 
 def is_conversation(text: str) -> bool:
     """Return True for a list of messages written as JSON, as in a CSV file."""
