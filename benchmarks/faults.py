@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
 
 from injection import competing, corruption, disks, full_disks, kills, payloads, rank_saves, ranks, signals
-from injection.bench import METHODS, PREFERENCE, Bench, check_finished, lost_or_torn
+from injection.bench import METHODS, PREFERENCE, RL, Bench, check_finished, lost_or_torn
 from injection.kills import Trial
 
 from crosstune.process.this_process import stop_signals
@@ -77,6 +77,16 @@ def preference_kills(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
     bench.reference(PREFERENCE)
     while done < own.random_kills // 4:
         trial = kills.kill_at_random(bench, PREFERENCE, seed, longest_s=1.1 * bench.seconds)
+        done, seed = done + trial.kills, seed + 1
+        yield trial
+
+
+def rl_kills(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+    """SIGKILL of rl runs in each phase: while they generate, score, train and save."""
+    done, seed = 0, own.seed
+    bench.reference(RL)
+    while done < own.rl_kills:
+        trial = kills.kill_in_phase(bench, kills.PHASES[seed % len(kills.PHASES)], seed)
         done, seed = done + trial.kills, seed + 1
         yield trial
 
@@ -270,6 +280,7 @@ SECTIONS: dict[str, Callable[[Bench, argparse.Namespace], Iterator[Trial]]] = {
     "kills": exhaustive_kills,
     "random_kills": random_kills,
     "preference": preference_kills,
+    "rl": rl_kills,
     "strace": strace_kills,
     "corruptions": corruptions,
     "disks": full_disks_of_runs,
@@ -287,6 +298,8 @@ def replay(bench: Bench, asked: dict[str, Any]) -> Trial:
     bench.reference(method)
     if kind == "kill at random":
         return kills.kill_at_random(bench, method, seed, longest_s=1.1 * bench.seconds)
+    if kind.startswith("kill in phase "):
+        return kills.kill_in_phase(bench, kind.removeprefix("kill in phase "), seed)
     if kind.startswith("kill ranks of "):
         size = int(kind.removeprefix("kill ranks of "))
         return ranks.kill_ranks(bench, seed, size=size, num_kills=5, method=method)
@@ -318,6 +331,7 @@ def main() -> None:
         help="of the kills at every call, only those of process I of N, to divide them over processes",
     )
     parser.add_argument("--random_kills", type=int, default=120)
+    parser.add_argument("--rl_kills", type=int, default=40, help="of the section rl")
     parser.add_argument("--corruptions", type=int, default=2000)
     parser.add_argument("--signals", type=int, default=12, help="of each kind")
     parser.add_argument("--competing", type=int, default=200, help="kills and signals over two processes")

@@ -21,7 +21,6 @@ class FunctionRewards:
         self.functions = functions
         self.names = list(functions)
         self.weights = list(weights or [1.0] * len(functions))
-        self.columns = ()
         self.num_scored = self.num_closed = 0
 
     def score(self, answers: Sequence[ScoredAnswer]) -> Any:

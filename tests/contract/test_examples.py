@@ -67,10 +67,10 @@ def test_preferred_answers_become_short(home: Path) -> None:
 
 
 def test_rl_yaml_with_a_tiny_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The options of rl.yaml, with the reward of sums.py on sums.jsonl."""
+    """The options of rl.yaml, with the reward of colors.py on colors.jsonl."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    right = importlib.import_module("sums").right
-    assert right(["12", "It is 12.", "12 or 13"], answer=["12"] * 3) == [1.0, 0.5, 0.0]
+    right = importlib.import_module("colors").right
+    assert right(["Red.", "It is red.", "red or blue", "12"], answer=["red"] * 4) == [1.0, 1 / 3, 0.0, 0.0]
     words = [
         "crosstune",
         "train",
@@ -82,7 +82,7 @@ def test_rl_yaml_with_a_tiny_model(home: Path, monkeypatch: pytest.MonkeyPatch) 
         "2",
     ]
     printed = _run([*words, "--backend", "cpu", "--max_new_tokens", "4", "--batch_size", "1"], home)
-    assert "reward 0" in printed and (home / "runs/sums/adapter").is_dir()
+    assert "reward 0" in printed and (home / "runs/colors/adapter").is_dir()
 
 
 def test_qlora_fits_a_24_gb_card(home: Path) -> None:

@@ -133,9 +133,17 @@ def test_quantized_bases_with_adapters(quantizer: str) -> None:
     quantize_base(adapters, spec)
     model.eval()
     prompts = draw_prompts(5, 12, 3)
-    found = answer(fast_rows(model), prompts)
+    decoder = FastDecoder(model, dtype=torch.float32)
+    rows = FastRows(decoder)
+    found = answer(lambda: rows, prompts)
     assert [one.tokens for one in found] == transformers_answers(model, prompts, NEW)
     assert_log_probs(model, prompts, found)
+    weights = [group.weights for group in decoder.groups().values()]
+    with decoder.dequantized():
+        assert all(each.is_kept for each in weights) and answer(lambda: rows, prompts) == found
+    assert not any(each.is_kept for each in weights)
+    dense = sum(each.num_outputs * each.num_inputs for each in weights)
+    assert 4 * dense <= decoder.dequantized_bytes() < 8 * dense
 
 
 def test_an_answer_does_not_depend_on_its_neighbours() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import string
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +46,8 @@ def train(model: Path, home: Path, name: str, rows: list[dict[str, Any]], **opti
     data = home / f"{name}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = crosstune.train(
-        recipe="judge", model_name=str(model), dataset=str(data), max_steps=2, backend="cpu", precision="fp32",
-        skip_eval=True, output_dir=str(home), name=name, progress=False, lr=1e-2, **options,
+        recipe="judge", model_name=str(model), dataset=str(data), backend="cpu", precision="fp32", skip_eval=True,
+        output_dir=str(home), name=name, progress=False, lr=1e-2, **{"max_steps": 2} | options,
     )  # fmt: skip
     return run.folder
 
@@ -155,7 +157,7 @@ def test_a_judge_that_cannot_score_is_rejected_by_name(tiny_model: Path, home: P
         with pytest.raises(UserError, match=words):
             open_(reward=f"judge:{name}")
         with pytest.raises(UserError, match=words):
-            open_(watch_judge=str(name))
+            open_(reward="json", watch_judge=str(name))
     with pytest.raises(UserError, match="There is no reward"):
         open_()
 
@@ -170,3 +172,41 @@ def test_a_judge_scores_alike_on_a_gpu(judge: Path, reward_model: Path) -> None:
         found.append(rewards.score(answers(*TEXTS)))
         rewards.close()
     assert found[1] == pytest.approx(found[0], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_a_reward_that_pays_for_digits_is_hacked_and_the_run_says_so(tiny_model: Path, home: Path) -> None:
+    """The model learns to write digits alone, and a judge that learned to prefer words falls on held-out prompts too."""
+    draw = random.Random(0)
+
+    def words(alphabet: str) -> str:
+        return " ".join("".join(draw.choices(alphabet, k=draw.randint(1, 5))) for _ in range(4))
+
+    letters = string.ascii_lowercase
+    pairs = [
+        {
+            "prompt": f"Say {n} words.",
+            "chosen": words(letters),
+            "rejected": words(letters + 2 * string.digits),
+        }
+        for n in range(96)
+    ]
+    options = {"train_type": "full", "batch_size": 8}
+    judge = train(tiny_model, home, "words", pairs, head="scalar", **options | {"max_steps": 30})
+    (home / "asked.jsonl").write_text(
+        "".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in pairs[:24])
+    )
+    (home / "digits.py").write_text(
+        "def digits(completions, **_):\n"
+        "    return [sum(letter.isdigit() for letter in text) / max(1, len(text)) for text in completions]\n"
+    )
+    run = crosstune.train(
+        recipe="rl", model_name=str(tiny_model), dataset=str(home / "asked.jsonl"), reward=f"{home}/digits.py:digits",
+        watch_judge=str(judge), lr=1e-2, max_steps=30, num_generations=4, max_new_tokens=12, eval_samples=8, backend="cpu",
+        precision="fp32", output_dir=str(home), name="hacked", progress=False, **options,
+    )  # fmt: skip
+    first, last = (event for event in run.events if event["kind"] == "evaluation")
+    assert first["metrics"]["reward"] < 0.2 and last["metrics"]["reward"] > 0.9
+    watched = [event["metrics"]["rewards/watch/words/mean"] for event in (first, last)]
+    assert watched[1] < watched[0] - 3
+    assert {"reward hacking", "reward hacking (held out)"} <= set(run.summary["verdicts"])

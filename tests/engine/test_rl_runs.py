@@ -14,6 +14,7 @@ import pytest
 from rewards import use_rewards, vowels
 
 import crosstune
+from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observers
@@ -46,7 +47,7 @@ def _rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(prompts: Path, home: Path, **more: Any) -> dict[str, Any]:
     return {
-        "recipe": "rl", "model_name": "tiny-random", "dataset": str(prompts), "batch_size": 2, "lr": 1e-2, "wd": 0.0,
+        "recipe": "rl", "reward": "json", "model_name": "tiny-random", "dataset": str(prompts), "batch_size": 2, "lr": 1e-2, "wd": 0.0,
         "gradient_accumulation_steps": 2, "num_generations": 3, "max_new_tokens": 6, "lora_rank": 4, "backend": "cpu",
         "precision": "fp32", "skip_eval": True, "max_steps": 4, "output_dir": str(home), "name": "run", **more,
     }  # fmt: skip
@@ -286,13 +287,24 @@ def test_bad_rows_and_bad_rewards(prompts: Path, tmp_path: Path, monkeypatch: py
         path.write_text(json.dumps({"prompt": "Good."}) + "\n" + json.dumps(row) + "\n")
         with pytest.raises(UserError, match=rf"line 2(?s:.*){message}|{message}(?s:.*)line 2"):
             train(path, tmp_path)
-    use_rewards(monkeypatch, {"vowels": vowels}, [0.0])
     with pytest.raises(UserError, match="No reward has a weight"):
-        train(prompts, tmp_path, name="none")
+        train(prompts, tmp_path, name="none", reward="json*0")
     use_rewards(monkeypatch, {"vowels": lambda answer: float("nan")})
     rows = train(prompts, tmp_path, name="nan")
     assert all(row["grad_norm"] == 0 and row["rewards/vowels/failed"] == 1 for row in rows)
     assert "reward vowels fails" in json.loads((tmp_path / "nan" / "summary.json").read_text())["verdicts"]
+
+
+def test_a_plan_rejects_what_training_would(
+    prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--recipe", "rl", "--dataset", str(prompts), "--model_name", "tiny-random"]
+    missing = f"{tmp_path}/none.py:near"
+    assert main([*words, "--backend", "cpu", "--reward", f"{missing},exact:result"]) == 2
+    said = capsys.readouterr().err
+    assert "There is no file" in said and "the column result, which no row has" in said
+    # Another machine may have the file.
+    assert main([*words, "--reward", missing, "--machine", "rtx-4090"]) == 0
 
 
 def test_a_move_is_checked_by_the_prompts(prompts: Path) -> None:

@@ -32,7 +32,7 @@ CLOSE = 1e-4
 def options(folder: Path, name: str, world: int, **more: Any) -> dict[str, Any]:
     """Return the options of a run with 3 micro-batches per step, which two processes do not divide evenly."""
     return {
-        "recipe": "rl", "backend": "cpu", "model_name": "tiny-random", "precision": "fp32", "output_dir": str(folder),
+        "recipe": "rl", "reward": "json", "backend": "cpu", "model_name": "tiny-random", "precision": "fp32", "output_dir": str(folder),
         "dataset": str(folder / "prompts.jsonl"), "name": f"{name}-{world}", "world_size": world, "batch_size": 2,
         "rows_per_step": 5, "gradient_accumulation_steps": 1, "num_generations": 3, "max_new_tokens": 6, "lr": 1e-3, "wd": 0.0,
         "max_steps": 3, "eval_samples": 5, "lora_rank": 4, "save_minutes": 0, **more,

@@ -50,6 +50,8 @@ class RecipeSpec:
     check_data: Callable[..., list[str]] | None = None
     """(config, *, model_folder): raise a UserError for a bad row; return the skipped checks. The folder is None if the
     model is not local."""
+    check_files: Callable[[Config], None] | None = None
+    """Raise a UserError for an option of the recipe that names a missing or unreadable file. Not called for a different machine."""
     check_options: Callable[[Config], list[UserError]] | None = None
     """Return a problem for each option that a recipe with its own model does not support."""
     next_commands: Callable[[str, Mapping[str, Any]], list[tuple[str, str]]] | None = None

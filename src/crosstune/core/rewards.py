@@ -40,10 +40,6 @@ class Rewards(Protocol):
     @property
     def weights(self) -> Sequence[float]: ...
 
-    @property
-    def columns(self) -> Sequence[str]:
-        """The columns of a row that answers are compared with."""
-
     def score(self, answers: Sequence[ScoredAnswer]) -> NDArray[np.float64]:
         """Return a row for each answer with a score for each reward; nan if a reward has none for the answer."""
 

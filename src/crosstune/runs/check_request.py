@@ -255,6 +255,9 @@ def _check_this_machine(
         check_trackers(config)
     with checked.collecting("torch_compile"):
         check_compiler(plan)
+    if (check_files := load_recipe(config.recipe).check_files) is not None:
+        with checked.collecting():
+            check_files(config)
     if folder is None:
         return
     if not config.overwrite and not (point is not None and point.is_in(folder)):

@@ -34,9 +34,19 @@ METHODS: dict[str, dict[str, Any]] = {
     "full": {"train_type": "full"},
 }
 PREFERENCE = "preference"
+RL = "rl"
 _ALL = METHODS | {
-    PREFERENCE: {"recipe": "preference", "reference": "precomputed", "packing": False, "context_length": 512} | _ADAPTER
+    PREFERENCE: {"recipe": "preference", "reference": "precomputed", "packing": False, "context_length": 512} | _ADAPTER,
+    # The checkpoint of step 2 is between two steps on the same answers.
+    RL: {
+        "recipe": "rl", "packing": False, "context_length": 512, "num_generations": 3, "num_iterations": 3, "beta": 0.05,
+        "dynamic_sampling": 1, "max_new_tokens": 8,
+    } | _ADAPTER,
 }  # fmt: skip
+_REWARD = """
+def letters(completions, **_):
+    return [sum(letter.isalpha() for letter in text) / 8 for text in completions]
+"""
 Bits = dict[str, Any]
 
 
@@ -51,20 +61,21 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
-        self.model, self.data, self.pairs = (
-            self.home / name for name in ("model", "data.jsonl", "pairs.jsonl")
+        self.model, self.data, self.pairs, self.reward = (
+            self.home / name for name in ("model", "data.jsonl", "pairs.jsonl", "reward.py")
         )
         if not self.data.exists():
             make_model(self.model)
             write_chats(self.data)
             write_pairs(self.pairs)
+            self.reward.write_text(_REWARD, encoding="utf-8")
 
     def options(self, method: str, folder: Path, **more: Any) -> dict[str, Any]:
         shared = {
             "backend": "cpu",
             "precision": "fp32",
             "model_name": str(self.model),
-            "dataset": str(self.pairs if method == PREFERENCE else self.data),
+            "dataset": str(self.pairs if method in (PREFERENCE, RL) else self.data),
             "output_dir": str(folder.parent),
             "name": folder.name,
             "max_steps": NUM_STEPS,
@@ -80,7 +91,8 @@ class Bench:
             "keep_best": False,
             "log_to": "stdout",
         }
-        return shared | _ALL[method] | more
+        rewards = {"reward": f"{self.reward}:letters"} if method == RL else {}
+        return shared | _ALL[method] | rewards | more
 
     def words(self, method: str, folder: Path, **more: Any) -> list[str]:
         """The command that people would type."""
@@ -159,7 +171,17 @@ def read_bits(folder: Path) -> Bits:
         "steps": [
             {
                 name: row.get(name)
-                for name in ("step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens", "pairs")
+                for name in (
+                    "step",
+                    "loss",
+                    "grad_norm",
+                    "lr",
+                    "tokens",
+                    "supervised_tokens",
+                    "pairs",
+                    "reward",
+                    "kl",
+                )
             }
             for row in steps
         ],

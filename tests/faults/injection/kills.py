@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import signal
+import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from crosstune.checkpoint.folders import checkpoint_folders
-from injection.bench import NUM_STEPS, Bench, check_finished, lost_or_torn, weights_file
+from injection.bench import NUM_STEPS, RL, Bench, check_finished, lost_or_torn, weights_file
 from injection.crash_points import CrashPoints
 
 SCENES = ("save and rotate", "damaged newest")
 START = "first start"
 """A scene without a checkpoint."""
+PHASES = ("generate", "reward", "train", "save")
+"""The phases of a step of the rl recipe."""
+LATEST_S = 0.05
+"""A kill in a phase comes this long after its start, or earlier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +84,44 @@ def kill_at_random(bench: Bench, method: str, seed: int, *, longest_s: float, nu
     if not problems:
         shutil.rmtree(folder)
     return Trial(kind="kill at random", method=method, seed=seed, problems=problems, kills=kills)
+
+
+def kill_in_phase(bench: Bench, phase: str, seed: int, *, num_kills: int = 2) -> Trial:
+    """Kill a run of the rl recipe in a phase, and again as it continues, then let it finish."""
+    rng = random.Random(f"{phase} {seed}")
+    folder = bench.home / f"{phase}-{seed}"
+    problems: list[str] = []
+    kills = 0
+    for _ in range(num_kills):
+        dies = partial(die_in, phase, call=rng.randint(1, 2), after_s=rng.uniform(0, LATEST_S))
+        kills += bench.again(RL, folder, before=dies).wait().signal == 9
+        problems += lost_or_torn(folder)
+    problems += check_finished(bench, RL, folder)
+    if not problems:
+        shutil.rmtree(folder)
+    return Trial(kind=f"kill in phase {phase}", method=RL, seed=seed, problems=problems, kills=kills)
+
+
+def die_in(phase: str, *, call: int, after_s: float) -> None:
+    """End this process with SIGKILL, this long after a phase begins for the time `call`."""
+    from crosstune.recipes.rl.rollouts import Generator
+    from crosstune.torch_engine.session.text_session import TextSession
+
+    owner, name = {
+        "generate": (Generator, "answer"),
+        "reward": (Generator, "score"),
+        "train": (TextSession, "backward"),
+        "save": (TextSession, "export_state"),
+    }[phase]
+    plain, calls = getattr(owner, name), [0]
+
+    def run(*args: Any, **parts: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return plain(*args, **parts)
+
+    setattr(owner, name, run)
 
 
 def _set_scene(bench: Bench, method: str, scene: str, folder: Path) -> Path:

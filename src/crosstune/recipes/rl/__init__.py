@@ -9,15 +9,16 @@ from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec
 from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
 from crosstune.estimate.machine import BackendReport
-from crosstune.recipes.rl.read_prompts import TARGETS, read_prompts
+from crosstune.recipes.rl.read_prompts import TARGETS, columns_of, read_prompts
 from crosstune.recipes.rl.recipe import RlRecipe
+from crosstune.recipes.rl.rewards.check_rewards import check_columns, check_files
 
 LONGEST_ANSWER = 512
 
 
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
-    """Raise if a row cannot be read; return the skipped checks."""
-    read_prompts(config)
+    """Raise if a row cannot be read, or lacks a column of a reward; return the skipped checks."""
+    check_columns(config, columns_of(read_prompts(config).train))
     return [f"whether every prompt leaves room for an answer: {NOT_TOKENIZED}"]
 
 
@@ -43,4 +44,5 @@ SPEC = RecipeSpec(
     preset_options=("lr", "max_new_tokens"),
     choose_preset=choose_preset,
     check_data=check_data,
+    check_files=check_files,
 )

@@ -83,6 +83,10 @@ def read_prompt(row: Row, *, place: str = "") -> Prompt:
     return Prompt(prompt=turns, columns=columns, is_text=is_text, tools=tools_of(row), place=place)
 
 
+def columns_of(prompts: Sequence[Prompt]) -> set[str]:
+    return {name for one in prompts for name in one.columns}
+
+
 def read_prompts(config: Config) -> PromptRows[Prompt]:
     """Read the prompts of --dataset and --eval_dataset."""
     data = read_prompt_rows(config, lambda row, place: [read_prompt(row, place=place)], targets=TARGETS)

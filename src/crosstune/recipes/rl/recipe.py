@@ -36,7 +36,8 @@ from crosstune.data.read.in_memory import name_in_memory
 from crosstune.models.folder import longest_context
 from crosstune.recipes.rl.batch import Rollout, RolloutBatch, make_batch
 from crosstune.recipes.rl.losses import BY_TOKENS, Floats, RlLoss, advantages, log_ratios
-from crosstune.recipes.rl.read_prompts import Prompt, identity_of, read_prompts, tokenize
+from crosstune.recipes.rl.read_prompts import Prompt, columns_of, identity_of, read_prompts, tokenize
+from crosstune.recipes.rl.rewards.check_rewards import check_columns
 from crosstune.recipes.rl.rewards.judged import FindJudge
 from crosstune.recipes.rl.rewards.open_rewards import open_rewards
 from crosstune.recipes.rl.rollouts import Generator, Rollouts, measure
@@ -66,7 +67,10 @@ class RlRecipe:
         self.weight_name = weight_name(self.loss)
         self.tokenizer = open_tokenizer(config, model_folder)
         limit = longest_context(model_folder)
-        self.data = tokenize(read_prompts(config), self.tokenizer, config=config, model_limit=limit)
+        data = read_prompts(config)
+        if config.reward is not None:
+            check_columns(config, columns_of(data.train))
+        self.data = tokenize(data, self.tokenizer, config=config, model_limit=limit)
         self.train, self.held_out = self.data.train, self.data.held_out
         self._rewards: Rewards | None = None
         self._rollouts: Rollouts | None = None
@@ -89,21 +93,9 @@ class RlRecipe:
         if self._rewards is not None:
             return
         backend = session.plan.backend.name
-        found = open_rewards(self.config, backend=backend, observer=observer, open_judge=self.open_judge)
-        self._rewards = found
-        known = {column for prompt in self.train for column in prompt.columns}
-        if missing := [column for column in found.columns if column not in known]:
-            raise UserError(
-                f"A reward compares answers with the column {missing[0]}, which no row has.",
-                why=f"the rows have {', '.join(sorted(known)) or 'no column next to the prompt'}.",
-                do="correct the column in --reward, or add it to the data",
-            )
-        if not any(found.weights):
-            raise UserError(
-                "No reward has a weight, so there is nothing to learn.",
-                why=f"the rewards are {', '.join(found.names) or 'none'}.",
-                do="specify what a good answer is with --reward",
-            )
+        self._rewards = open_rewards(
+            self.config, backend=backend, observer=observer, open_judge=self.open_judge
+        )
 
     def close(self) -> None:
         if self._rewards is not None:
@@ -321,7 +313,7 @@ class RlRecipe:
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
         lengths, config, data = [len(one.tokens) for one in self.train], self.config, self.data
-        columns = sorted({name for one in self.train[:1000] for name in one.columns})
+        columns = sorted(columns_of(self.train[:1000]))
         warnings = []
         if data.num_too_long:
             warnings.append(f"{data.num_too_long} prompts are left out: they leave no room for an answer")

@@ -14,7 +14,7 @@ from crosstune.torch_engine.kernels import torch_operations
 from crosstune.torch_engine.kernels.attention import Documents, attend, prefer_cudnn
 from crosstune.torch_engine.kernels.choose import why_general
 from crosstune.torch_engine.kernels.decoder import FastDecoder
-from crosstune.torch_engine.kernels.frozen_weights import has_own_kernel, is_dense
+from crosstune.torch_engine.kernels.frozen_weights import QuantizedWeights, has_own_kernel, is_dense
 from crosstune.torch_engine.kernels.halves import AttentionHalf
 from crosstune.torch_engine.kernels.operations import has_triton
 from crosstune.torch_engine.loading.adapters import AdaptedLinear
@@ -84,6 +84,7 @@ class FastRows:
             and all(
                 is_dense(base) or base.stored.quantizer == "fp8" or has_own_kernel(base, self.device)
                 for group in self.decoder.groups().values()
+                if not (isinstance(group.weights, QuantizedWeights) and group.weights.is_kept)
                 for base in group.bases
             )
         )

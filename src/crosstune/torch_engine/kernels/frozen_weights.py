@@ -88,23 +88,54 @@ class Scratch:
             self._buffer = self._buffer.new_empty(rows * columns)
         return self._buffer[: rows * columns].view(rows, columns)
 
+    def empty(self, rows: int, columns: int) -> torch.Tensor:
+        """Return an empty matrix that is not shared."""
+        return self._buffer.new_empty(rows, columns)
+
 
 class QuantizedWeights(_DenseMatmul):
-    """Weights of layers, some or all quantized, dequantized into a shared buffer at each use."""
+    """Weights of layers, some or all quantized, dequantized into a shared buffer at each use, or between `keep` and `drop`
+    once."""
 
     def __init__(self, bases: Sequence[Any], *, scratch: Scratch, right: int = 0, below: int = 0) -> None:
         super().__init__(bases)
         self.bases, self._scratch = bases, scratch
+        self._right = right
+        self._kept: torch.Tensor | None = None
         # Allocate now, not in the middle of an evaluation.
         scratch.take(self.num_outputs, self.num_inputs + right)
         scratch.take(self.num_outputs + below, self.num_inputs)
 
+    @property
+    def is_kept(self) -> bool:
+        return self._kept is not None
+
+    @property
+    def num_kept(self) -> int:
+        """Elements of the weights that `keep` makes."""
+        return self.num_outputs * (self.num_inputs + self._right)
+
+    def keep(self, columns: torch.Tensor | None) -> None:
+        """Dequantize the weights once, with these columns on the right, which must not change until `drop`."""
+        size = (self.num_outputs, self.num_inputs + self._right)
+        kept = self._scratch.empty(*size)
+        copied = (columns, kept[:, self.num_inputs :]) if self._right and columns is not None else None
+        self._make_dense(kept[:, : self.num_inputs], copied)
+        self._kept = kept
+
+    def drop(self) -> None:
+        self._kept = None
+
     def matrix(self) -> torch.Tensor:
+        if self._kept is not None:
+            return self._kept[:, : self.num_inputs]
         dense = self._scratch.take(self.num_outputs, self.num_inputs)
         self._make_dense(dense)
         return dense
 
     def with_columns(self, columns: torch.Tensor) -> torch.Tensor:
+        if self._kept is not None:
+            return self._kept
         dense = self._scratch.take(self.num_outputs, self.num_inputs + columns.shape[1])
         self._make_dense(dense[:, : self.num_inputs], (columns, dense[:, self.num_inputs :]))
         return dense

@@ -109,6 +109,11 @@ class Stacked:
         return [parameter for adapter in self.adapters for parameter in (adapter.a, adapter.b)]
 
     @property
+    def b_columns(self) -> torch.Tensor | None:
+        """All B as a matrix with zeros between them; None if they have separate matmuls."""
+        return self._b_columns
+
+    @property
     def in_fp8(self) -> bool:
         return self.weights.row_scales is not None
 

@@ -107,8 +107,19 @@ class TextSession(TorchSession):
             decoder = self._generating_decoder(longest, max_new_tokens)
             with without_gradients(self.model):
                 if decoder is not None:
-                    return sample_answers(FastRows(decoder), prompts, **options)
+                    rows = FastRows(decoder)
+                    with (
+                        decoder.dequantized()
+                        if self._holds_dense(decoder, max_new_tokens)
+                        else contextlib.nullcontext()
+                    ):
+                        return sample_answers(rows, prompts, **options)
                 return self._sample_generally(prompts, options)
+
+    def _holds_dense(self, decoder: FastDecoder, num_new: int) -> bool:
+        """Return True if answers are long enough for dense copies of quantized weights, and the copies fit."""
+        needed = decoder.dequantized_bytes()
+        return num_new >= FEWEST_FOR_COPIES and 0 < needed <= COPIED_SHARE * free_memory(self.device)
 
     def _sample_generally(self, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]) -> list[Answer]:
         # It imports transformers.

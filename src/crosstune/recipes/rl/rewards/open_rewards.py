@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 
 from crosstune.config.load import reward_key
 from crosstune.config.option import parse_duration
-from crosstune.config.options.rewards import FUNCTION, OF_COLUMNS, RewardSpec, parse_rewards
+from crosstune.config.options.rewards import FUNCTION, OF_COLUMNS, RewardSpec
 from crosstune.config.schema import Config
-from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, RewardPrinted, Warned
 from crosstune.core.rewards import ScoredAnswer
-from crosstune.files.plain_files import read_plain_text
 from crosstune.recipes.rl.rewards.answer_checks import CheckReward, Reward
+from crosstune.recipes.rl.rewards.check_rewards import read_rubric, reward_specs
 from crosstune.recipes.rl.rewards.functions import (
     CodeReward,
     FunctionReward,
@@ -36,7 +35,6 @@ WATCH = "watch/"
 """Beginning of the name of a judge that only observes."""
 _BY_ARGUMENT = (*OF_COLUMNS, "regex", "length", "tags")
 """The kinds whose argument determines the score, and is no file or address."""
-_RUBRIC_LIMIT = 1 << 20
 _FIRST_WARNINGS = 3
 """Failures that are warned about one by one; after them, those with the numbers 10, 100, ..."""
 
@@ -94,11 +92,6 @@ class OpenedRewards:
         return [one.spec.weight for one in self._members]
 
     @property
-    def columns(self) -> Sequence[str]:
-        """The columns that the rewards compare answers with."""
-        return [one.spec.argument for one in self._members if one.spec.kind in OF_COLUMNS]
-
-    @property
     def failures(self) -> Mapping[str, tuple[int, int]]:
         """Return for each reward the number of failed scores and of all."""
         return {one.name: (one.num_failed, one.num_scored) for one in self._members}
@@ -130,15 +123,7 @@ class OpenedRewards:
 def open_rewards(config: Config, *, backend: str, observer: Observer, open_judge: FindJudge) -> OpenedRewards:
     """Open the rewards of --reward and the judge of --watch_judge. Functions are imported here; judges are found here, and
     loaded on `backend` when they score for the first time."""
-    try:
-        specs = parse_rewards(config.reward, config.reward_weights) if config.reward else []
-    except ValueError as error:
-        raise UserError("--reward_weights does not match --reward.", do=f"expected {error}") from error
-    if config.watch_judge is not None:
-        text = f"judge:{config.watch_judge}"
-        specs.append(RewardSpec(text=text, kind="judge", argument=config.watch_judge, weight=0.0))
-    if not specs:
-        raise UserError("There is no reward.", do="pass --reward, as in --reward exact:answer")
+    specs = reward_specs(config)
     names = _names(specs, watched=config.watch_judge is not None)
     members: list[NamedReward] = []
     try:
@@ -176,25 +161,12 @@ def _open(
     if spec.kind == "judge":
         return JudgeReward(spec.argument, find=open_judge, backend=backend, observer=observer)
     if spec.kind == "server":
-        rubric = _read_rubric(config.rubric)
+        rubric = read_rubric(config.rubric)
         key, remote = reward_key(), config.allow_remote_rewards
         server = connect_server(spec.argument, api_key=key, allow_remote=remote)
         patience_s = parse_duration(config.reward_patience)
         return ServerReward(server=server, rubric=rubric, patience_s=patience_s, warn=warn)
     return CheckReward(spec)
-
-
-def _read_rubric(file: str | None) -> str:
-    if file is None:
-        raise UserError(
-            "--reward server:URL needs a rubric.",
-            why="the server's model must know how to score.",
-            do="write it into a text file, and pass it with --rubric FILE",
-        )
-    text = read_plain_text(Path(file).expanduser(), limit=_RUBRIC_LIMIT).strip()
-    if not text:
-        raise UserError(f"The rubric {file} is empty.", do="describe there what makes an answer good")
-    return text
 
 
 def _names(specs: Sequence[RewardSpec], *, watched: bool) -> list[str]:
