@@ -23,8 +23,8 @@ from crosstune.core.errors import UserError
 from crosstune.core.quantization import QuantSpec
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.device import PRECISIONS
+from crosstune.torch_engine.experts import QuantStack
 from crosstune.torch_engine.loading.load import load_model
-from crosstune.torch_engine.loading.weight_forms import QuantStack
 from crosstune.torch_engine.quant import mxfp4
 
 SPEC = QuantSpec(quantizer="mxfp4", bits=4, group_size=32)
