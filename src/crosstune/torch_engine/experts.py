@@ -208,13 +208,16 @@ class _Experts(torch.autograd.Function):
         x = hidden.index_select(0, routing.tokens).to(dtype)
         masks = [first.mask(x)]
         inner = first.product(x, routing, masks[0])
+        del x
         active = first.activate(inner)
         masks.append(second.mask(active))
         out = second.product(active, routing, masks[1])
+        del active
         ctx.module, ctx.routing = module, routing
         ctx.save_for_backward(hidden, weights, inner, *masks)
-        weighted = out * weights.reshape(-1)[routing.order].unsqueeze(1)
-        return routing.sum_by_token(weighted, len(hidden)).to(hidden.dtype)
+        by_row = weights.reshape(-1)[routing.order].unsqueeze(1)
+        out = out.mul_(by_row) if by_row.dtype == out.dtype else out * by_row
+        return routing.sum_by_token(out, len(hidden)).to(hidden.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
