@@ -298,6 +298,7 @@ def open_ours(
     from crosstune.data.batches.token_batch import TokenBatch
     from crosstune.loop.step import LossScale, prepare_window, take_step
     from crosstune.planner.gather import make_plan
+    from crosstune.torch_engine.kernels.delta_rule import use_delta_rule
     from crosstune.torch_engine.loading.load import (
         attention_name,
         empty_model,
@@ -359,6 +360,7 @@ def open_ours(
                     weight = quantize_weight(drawn, spec, dtype)
                 form.put(model, [weight] * len(form.matrices))
             model.tie_weights()
+            use_delta_rule(model)
             return model.to(device)
 
     session: Any = open_session(plan, model_folder=folder, task=RandomLM())
