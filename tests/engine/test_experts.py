@@ -19,7 +19,8 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import QuantSpec
-from crosstune.data.batches.token_batch import TokenBatch
+from crosstune.data.batches.token_batch import IGNORED, TokenBatch
+from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.experts import AdaptedStack, QuantStack, experts_forward
 from crosstune.torch_engine.open import open_session as open_torch
@@ -84,6 +85,46 @@ def test_experts_of_one_layer_only(make_model: Make, window: list[TokenBatch], t
     assert list(session.adapters) == ["model.layers.1.mlp.experts.down_proj"]
     loaded = AutoPeftModelForCausalLM.from_pretrained(session.save_result(tmp_path), dtype=torch.float32)
     torch.testing.assert_close(logits(loaded, window), logits(session.model, window), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_the_balance_loss_and_trained_routers_equal_transformers(
+    make_model: Make, window: list[TokenBatch], tmp_path: Path, family: str
+) -> None:
+    """Over padded rows; the saved routers open in PEFT."""
+    from peft import AutoPeftModelForCausalLM
+
+    folder = make_model(family)
+    session = open_session(folder, router_aux_loss_coef=0.5, train_router=True, apply_gradient_clipping=False)
+    found = session.backward(prepare_window(session, window))
+    routers = [name for name in session.masters.masters if ".adapter." not in name and "lora" not in name]
+    gradients = {name: session.model.get_parameter(name).grad.clone() for name in routers}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    [batch] = window
+    assert batch.has_padding
+    ids, targets = (torch.from_numpy(array).long() for array in (batch.input_ids, batch.targets))
+    mask = torch.from_numpy(batch.segments > 0).long()
+    output = model(input_ids=ids, attention_mask=mask, output_router_logits=True)
+    entropy = torch.nn.functional.cross_entropy(
+        output.logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED
+    )
+    loss = entropy + 0.5 * output.aux_loss
+    assert found.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert found.metrics["router_balance"] == pytest.approx(output.aux_loss.item(), rel=1e-5)
+    loss.backward()
+    assert len(routers) == (2 if family == "mixtral" else 4)
+    for name, gradient in gradients.items():
+        expected = model.get_parameter(name).grad
+        assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+    train_step(session, window, lr=1e-2)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(session.save_result(tmp_path), dtype=torch.float32)
+    torch.testing.assert_close(logits(loaded, window), logits(session.model, window), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"train_router": True}, {"router_aux_loss_coef": 0.1}])
+def test_router_options_need_a_mixture(make_model: Make, options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"mixture of experts|no balance loss"):
+        open_session(make_model("llama"), **options)
 
 
 def test_dora_leaves_experts_out_and_refuses_them_by_name(make_model: Make) -> None:
