@@ -14,14 +14,12 @@ from torch import nn
 
 from crosstune.core.errors import UserError
 from crosstune.core.weights import uniform_by_name
+from crosstune.estimate.memory import EXPERTS_AT_ONCE_BYTES
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.torch_engine.quantized import StoredWeight, dequantize_stack
 
 _FORWARD = "crosstune"
 """The name under which transformers finds `experts_forward`."""
-DENSE_BYTES = 2**30
-"""Quantized experts of a layer are dequantized at once on a GPU up to this size: larger parts save no time, and smaller
-ones wait for the number of rows of each expert."""
 _PARTS = ("gate_up_proj", "up_proj")
 _Gradients = tuple[torch.Tensor | None, ...]
 
@@ -93,7 +91,7 @@ class QuantStack(StoredWeight):
         """Multiply each row with the matrix of its expert, W^T or, if `transposed`, W. Dense matrices exist only meanwhile."""
         rows, columns = self.shape
         # On the CPU nothing waits, and experts without rows need no matrix.
-        limit = DENSE_BYTES if x.device.type != "cpu" else 0
+        limit = EXPERTS_AT_ONCE_BYTES if x.device.type != "cpu" else 0
         at_once = max(1, limit // (rows * columns * x.element_size()))
         if at_once >= self.num_experts:
             return _grouped(x, self._oriented(slice(None), x.dtype, transposed), routing.ends)
