@@ -164,6 +164,16 @@ def tiny_config(family: str, vocab: int) -> Any:
         "qwen3_moe": lambda: hf.Qwen3MoeConfig(
             **shared, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
         ),
+        "glm4_moe": lambda: hf.Glm4MoeConfig(
+            **shared,
+            head_dim=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+        ),
         "qwen2_moe": lambda: hf.Qwen2MoeConfig(
             **shared,
             num_experts=4,

@@ -18,11 +18,13 @@ from transformers import AutoModelForCausalLM
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.batches.token_batch import TokenBatch
+from crosstune.core.quantization import QuantSpec
+from crosstune.data.batches.token_batch import IGNORED, TokenBatch
+from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine.loading.adapters import AdaptedStack
-from crosstune.torch_engine.loading.weight_forms import QuantStack
+from crosstune.torch_engine.experts import AdaptedStack, QuantStack, experts_forward
 from crosstune.torch_engine.open import open_session as open_torch
+from crosstune.torch_engine.quantized import quantize_weight
 from crosstune.torch_engine.session.session import TorchSession
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -83,6 +85,46 @@ def test_experts_of_one_layer_only(make_model: Make, window: list[TokenBatch], t
     assert list(session.adapters) == ["model.layers.1.mlp.experts.down_proj"]
     loaded = AutoPeftModelForCausalLM.from_pretrained(session.save_result(tmp_path), dtype=torch.float32)
     torch.testing.assert_close(logits(loaded, window), logits(session.model, window), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_the_balance_loss_and_trained_routers_equal_transformers(
+    make_model: Make, window: list[TokenBatch], tmp_path: Path, family: str
+) -> None:
+    """Over padded rows; the saved routers open in PEFT."""
+    from peft import AutoPeftModelForCausalLM
+
+    folder = make_model(family)
+    session = open_session(folder, router_aux_loss_coef=0.5, train_router=True, apply_gradient_clipping=False)
+    found = session.backward(prepare_window(session, window))
+    routers = [name for name in session.masters.masters if ".adapter." not in name and "lora" not in name]
+    gradients = {name: session.model.get_parameter(name).grad.clone() for name in routers}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    [batch] = window
+    assert batch.has_padding
+    ids, targets = (torch.from_numpy(array).long() for array in (batch.input_ids, batch.targets))
+    mask = torch.from_numpy(batch.segments > 0).long()
+    output = model(input_ids=ids, attention_mask=mask, output_router_logits=True)
+    entropy = torch.nn.functional.cross_entropy(
+        output.logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED
+    )
+    loss = entropy + 0.5 * output.aux_loss
+    assert found.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert found.metrics["router_balance"] == pytest.approx(output.aux_loss.item(), rel=1e-5)
+    loss.backward()
+    assert len(routers) == (2 if family == "mixtral" else 4)
+    for name, gradient in gradients.items():
+        expected = model.get_parameter(name).grad
+        assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+    train_step(session, window, lr=1e-2)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(session.save_result(tmp_path), dtype=torch.float32)
+    torch.testing.assert_close(logits(loaded, window), logits(session.model, window), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"train_router": True}, {"router_aux_loss_coef": 0.1}])
+def test_router_options_need_a_mixture(make_model: Make, options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"mixture of experts|no balance loss"):
+        open_session(make_model("llama"), **options)
 
 
 def test_dora_leaves_experts_out_and_refuses_them_by_name(make_model: Make) -> None:
@@ -156,3 +198,57 @@ def test_files_without_the_prefix_of_the_model_are_quantized(
     assert load_file(out / "model.safetensors").keys() == (renamed | masks).keys()
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     torch.testing.assert_close(logits(merged, window), logits(session.model, window), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply group by group: torch's grouped products do not support float64."""
+    monkeypatch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss", "nemotron_h"])
+def test_experts_and_their_gradients_equal_transformers(
+    make_model: Make, family: str, in_float64: None
+) -> None:
+    """In float64, with a base and biases that are trained: every gradient that can be wanted."""
+    model = AutoModelForCausalLM.from_pretrained(make_model(family), dtype=torch.float64)
+    module = next(m for m in model.modules() if hasattr(m, "down_proj") and hasattr(m, "_apply_gate"))
+    torch.manual_seed(0)
+    hidden = torch.randn(9, module.down_proj.shape[1 if not module.is_transposed else 2]).double()
+    index = torch.stack([torch.randperm(3)[:2] for _ in range(9)])  # the last expert has no rows
+    weights = torch.rand(9, 2).double()
+    found = []
+    for forward in (type(module).forward, experts_forward):
+        given = [tensor.clone().requires_grad_() for tensor in (hidden, weights)]
+        out = forward(module, given[0], index, given[1])
+        found.append([out, *torch.autograd.grad(out.square().sum(), [*given, *module.parameters()])])
+    for ours, theirs in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_pass_through_dropout_of_experts_adapters(make_model: Make, in_float64: None) -> None:
+    session = open_session(make_model("gpt_oss"), lora_dropout=0.3)
+    module = session.model.get_submodule("model.layers.0.mlp.experts").double()
+    for stack in (module.gate_up_proj, module.down_proj):
+        torch.nn.init.normal_(stack.lora_B, std=0.3)
+
+    def forward(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(1)
+        return experts_forward(module, hidden, torch.tensor([[0, 1], [3, 1]]), weights)
+
+    given = (torch.randn(2, 64).double().requires_grad_(), torch.rand(2, 2).double().requires_grad_())
+    assert torch.autograd.gradcheck(forward, given)
+
+
+def test_a_part_of_a_stack_is_dequantized_as_one_by_one() -> None:
+    """Also matrices that blocks of 64 do not divide."""
+    spec = QuantSpec(quantizer="bnb", bits=4, group_size=64)
+    for shape in ((48, 32), (7, 9)):
+        torch.manual_seed(0)
+        stored = [quantize_weight(torch.randn(shape), spec, torch.float32) for _ in range(5)]
+        stack = QuantStack(stored)
+        dense = stack.dense(slice(1, 4), torch.float32)
+        assert torch.equal(dense, torch.stack([weight.dequantize(torch.float32) for weight in stored[1:4]]))
+    stored[2].facts = {**stored[2].facts, "quant_type": "fp4"}
+    with pytest.raises(UserError, match="quantized differently"):
+        QuantStack(stored)

@@ -23,8 +23,8 @@ from crosstune.core.errors import UserError
 from crosstune.core.quantization import QuantSpec
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.device import PRECISIONS
+from crosstune.torch_engine.experts import QuantStack
 from crosstune.torch_engine.loading.load import load_model
-from crosstune.torch_engine.loading.weight_forms import QuantStack
 from crosstune.torch_engine.quant import mxfp4
 
 SPEC = QuantSpec(quantizer="mxfp4", bits=4, group_size=32)
@@ -72,6 +72,19 @@ def test_values_are_rounded_to_the_nearest_and_read_as_transformers_reads_them()
     torch.testing.assert_close((dense.float().reshape(64, 3, 32) / scales - scaled).abs(), nearest)
     with pytest.raises(UserError, match="33 inputs"):
         mxfp4.check(SPEC, (4, 33))
+
+
+@pytest.mark.cuda
+def test_stacks_have_the_same_bits_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    packed = torch.randint(256, (3, 40, 5, 16), dtype=torch.uint8)
+    scales = torch.randint(1, 250, (3, 40, 5), dtype=torch.uint8)
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = {"packed": packed, "scales": scales}
+        expected = mxfp4.dequantize_stack(tensors, {"shape": [40, 160]}, dtype)
+        on_gpu = {name: tensor.cuda() for name, tensor in tensors.items()}
+        found = mxfp4.dequantize_stack(on_gpu, {"shape": [40, 160]}, dtype)
+        assert torch.equal(found.cpu(), expected)
 
 
 def test_steps_over_packed_experts_equal_peft(

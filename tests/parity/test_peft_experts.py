@@ -110,7 +110,7 @@ def run_ours(model: Path, data: Path, folder: Path, **options: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("family", "train_type"),
-    [("gpt2", "dora"), ("gpt_oss", "lora"), ("mixtral", "qlora"), ("gpt2", "qlora"), ("qwen3_5", "lora"),
+    [("gpt2", "dora"), ("gpt_oss", "lora"), ("mixtral", "qlora"), ("gpt2", "qlora"), ("qwen3_moe", "qlora"), ("qwen3_5", "lora"),
      ("granitemoehybrid", "lora"), ("nemotron_h", "lora"), ("falcon_h1", "lora"), ("lfm2", "dora")],
 )  # fmt: skip
 def test_steps_equal_peft(
@@ -153,7 +153,7 @@ def quantize_by_hand(model: Any) -> None:
                 matrix.copy_(rounded(matrix))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_5", "nemotron_h"])
 def test_what_was_trained_loads_and_merges_as_in_peft(
     make_model: Any, data_file: Path, tmp_path: Path, family: str
 ) -> None:

@@ -10,8 +10,10 @@ from planned import plan_on
 
 from crosstune.estimate.fast_layers import LayerBytes, plan_recomputation
 from crosstune.estimate.memory import (
+    EXPERTS_AT_ONCE_BYTES,
     GIB,
     copy_bytes,
+    dense_copies,
     layer_bytes,
     loss_bytes,
     moment_bytes,
@@ -74,6 +76,16 @@ def test_adapters_on_experts_are_counted() -> None:
     gained = trained_parameters(mixture, Step(rank=4)) - trained_parameters(SHAPE, Step(rank=4))
     one_expert = (2000 + 2 * 6000) + (6000 + 2000)  # gate and up share one A
     assert gained == 4 * 30 * (8 * one_expert - 3 * (2000 + 6000))
+
+
+def test_experts_keep_their_input_and_are_dequantized_in_parts() -> None:
+    mixture = replace(SHAPE, num_experts=64, expert_intermediate=1000, experts_per_token=4)
+    step = Step(quantizer="bnb", n_bits=4, targets="attention", batch=2, context=512)
+    few, many = (layer_bytes(replace(mixture, experts_per_token=n), step) for n in (4, 8))
+    assert many - few == 2 * 1024 * 4 * 2 * 1000, "only the output of gate and up grows with the rows"
+    assert dense_copies(mixture, step) == 2 * 64 * 2 * 1000 * 2000
+    assert dense_copies(replace(mixture, num_experts=999), step) == EXPERTS_AT_ONCE_BYTES
+    assert dense_copies(mixture, replace(step, on_gpu=False)) == 2 * 2 * 1000 * 2000
 
 
 @pytest.mark.parametrize(

@@ -217,14 +217,20 @@ def choose_attention(
 
 
 def held_score_bits(
-    report: BackendReport, *, flash: bool | None, compute_bits: int, shares_keys: bool = False
+    report: BackendReport,
+    *,
+    flash: bool | None,
+    compute_bits: int,
+    shares_keys: bool = False,
+    has_sinks: bool = False,
 ) -> int:
     """Return the bits of each attention score kept in memory during training; 0 for a kernel that never stores them.
 
     `shares_keys`: heads share keys, in rows without a mask. Without a fused kernel, torch computes scores in fp32. On CUDA,
-    kernels with shared keys are 16-bit only. MLX stores scores in the model's precision.
+    kernels with shared keys are 16-bit only. MLX stores scores in the model's precision, and so does transformers if attention
+    has sinks.
     """
-    if report.engine == "mlx":
+    if report.engine == "mlx" or has_sinks:
         return compute_bits
     is_fused = report.has_flash_attention or not _FUSED.isdisjoint(report.attention)
     if report.device == "cuda" and shares_keys and compute_bits == 32:

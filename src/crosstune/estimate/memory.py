@@ -29,9 +29,12 @@ LOGITS_AT_A_TIME = 2**24
 """More logits than this are converted to fp32 in parts."""
 UNIFIED_SHARE = 0.9
 """The largest fraction of unified memory for a GPU."""
+EXPERTS_AT_ONCE_BYTES = 2**30
+"""Quantized experts of a layer are dequantized at once on a GPU up to this size: larger parts save no time, and smaller
+ones wait for the number of rows of each expert."""
 _SCORE_COPIES = 2
 """Temporary copies of a layer's attention scores in its backward pass."""
-_PRODUCT_COPIES = {"none": 0, "bnb": 1, "mlx": 0}
+_PRODUCT_COPIES = {"none": 0, "bnb": 1, "mxfp4": 1, "mlx": 0}
 """Dense copies of a quantized weight during a matmul; MLX multiplies packed bits. Other quantizers need three."""
 
 
@@ -229,7 +232,8 @@ def layer_bytes(shape: ModelShape, step: Step) -> int:
     if step.method in ("full", "llama_pro"):
         norms += 2 * width * shape.hidden  # the normalized values, for the gradient of the norm's weight
     attention = width * (2 * shape.queries + 2 * shape.keys) + 4 * shape.num_heads
-    per_token = norms + attention + 3 * width * wide + _input_width(shape, step) + _adapter_width(shape, step)
+    mlp = 2 * wide + shape.hidden if has_stacks(shape, step) else 3 * wide
+    per_token = norms + attention + width * mlp + _input_width(shape, step) + _adapter_width(shape, step)
     scores = step.context * shape.num_heads * step.score_bits // 8
     return step.tokens * (per_token + scores)
 
@@ -238,7 +242,7 @@ def _input_width(shape: ModelShape, step: Step) -> int:
     """Return the bytes per token of the kept inputs of trained or adapted linear layers. Layers share an input unless each
     applies its own dropout or cast; attention keeps the input of o_proj."""
     full = step.method in ("full", "llama_pro")
-    used = shape.linears() if full else adapted_linears(shape, step)
+    used = shape.linears() if full else _single_linears(shape, step)
     sizes = {name: _times(shape, name) * inputs * step.width for name, (_, inputs, _) in used.items()}
     if step.dropout and not full:
         mask = 1 if step.on_gpu else step.width
@@ -253,10 +257,22 @@ def _input_width(shape: ModelShape, step: Step) -> int:
 def _adapter_width(shape: ModelShape, step: Step) -> int:
     """Return the bytes per token that adapters keep, without the inputs of their layers."""
     total = 0
-    for name, (outputs, _, _) in adapted_linears(shape, step).items():
+    for name, (outputs, _, _) in _single_linears(shape, step).items():
         kept = step.rank + (outputs if step.method == "dora" else 0)  # DoRA: the output before it is rescaled
         total += _times(shape, name) * step.width * kept
     return total
+
+
+def has_stacks(shape: ModelShape, step: Step) -> bool:
+    """Return whether the experts of a layer are one operation, which keeps its input and the output of gate and up."""
+    adapted = adapted_linears(shape, step).keys() - set(ATTENTION_LINEARS)
+    return shape.num_experts > 1 and step.method == "lora" and (step.quantizer != "none" or bool(adapted))
+
+
+def _single_linears(shape: ModelShape, step: Step) -> dict[str, tuple[int, int, int]]:
+    """Return the adapted linear layers outside of such an operation."""
+    found, inside = adapted_linears(shape, step), has_stacks(shape, step)
+    return {name: sizes for name, sizes in found.items() if not inside or name in ATTENTION_LINEARS}
 
 
 def _times(shape: ModelShape, name: str) -> int:
@@ -267,7 +283,10 @@ def _times(shape: ModelShape, name: str) -> int:
 def backward_bytes(shape: ModelShape, step: Step) -> int:
     """Return the bytes of temporary gradients in a layer's backward pass, at its MLP."""
     scores = step.context * shape.num_heads * step.score_bits // 8 * _SCORE_COPIES
-    values = step.width * (2 * shape.hidden + 2 * shape.active_intermediate)
+    rows = (
+        shape.experts_per_token if has_stacks(shape, step) else 0
+    )  # of a token, each with a gradient and a copy
+    values = step.width * ((2 + 3 * rows) * shape.hidden + 2 * shape.active_intermediate)
     return step.tokens * (values + scores)
 
 
@@ -298,6 +317,10 @@ def teacher_bytes(teacher: ModelShape, step: Step, *, bits: int | None) -> int:
 def dense_copies(shape: ModelShape, step: Step) -> int:
     """Return the bytes of dense copies of the largest weight during a matmul."""
     largest = max(outputs * inputs for outputs, inputs, _ in shape.linears().values())
+    if has_stacks(shape, step):
+        pair = 2 * shape.expert_intermediate * shape.hidden
+        at_once = EXPERTS_AT_ONCE_BYTES // step.width if step.on_gpu else pair
+        largest = max(pair, min(at_once, shape.num_experts * pair))
     copies = _PRODUCT_COPIES.get(step.quantizer, 3) * largest * step.width
     norms = 3 * 4 * largest if step.method == "dora" else 0  # the row norms of W + BA, in fp32
     return copies + norms

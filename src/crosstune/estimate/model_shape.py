@@ -56,6 +56,11 @@ class ModelShape:
         return self.queries * (self.num_kv_heads or self.num_heads) // max(1, self.num_heads)
 
     @property
+    def has_sinks(self) -> bool:
+        """True if attention has a learned share for no token, which transformers computes without a fused kernel."""
+        return self.family == "gpt_oss"
+
+    @property
     def embeddings(self) -> int:
         """The parameters of the embedding and the head."""
         return self.vocab * self.hidden * (1 if self.tied else 2)

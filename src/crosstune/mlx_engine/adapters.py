@@ -17,6 +17,7 @@ from crosstune.core.weights import principal_factors
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape
 from crosstune.models.adapter_choice import (
     ALL_LAYERS,
+    ROUTERS,
     AdapterSettings,
     Layers,
     Targets,
@@ -29,7 +30,6 @@ from crosstune.models.adapter_choice import (
     saved_modules,
 )
 
-ROUTERS = ("gate", "router")
 HEADS = ("lm_head", "embed_out", "output", "head")
 
 

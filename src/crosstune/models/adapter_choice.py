@@ -20,6 +20,8 @@ from crosstune.core.weights import orthogonal_by_name, uniform_by_name
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of stacked expert weights, in the order in which a model defines them."""
 _NAMES_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+ROUTERS = ("gate", "router")
+"""Names of the modules that choose the experts of each token."""
 _WORD = re.compile(r"[A-Za-z0-9_]+")
 DEFAULT_TARGETS = ("q_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
 
@@ -231,10 +233,23 @@ def token_parameters(shapes: Mapping[str, Sequence[int]], num_rows: int) -> list
     ]
 
 
+def router_parameters(names: Iterable[str]) -> list[str]:
+    """Return the parameters of the routers of experts; raise if there are none."""
+    found = [name for name in names if name.rpartition(".")[0].rpartition(".")[2] in ROUTERS]
+    if not found:
+        raise UserError(
+            "--train_router needs a mixture of experts.",
+            why=f"this model has no module named {' or '.join(ROUTERS)}.",
+            do="remove --train_router, or name the modules in --modules_to_save",
+        )
+    return found
+
+
 def saved_modules(config: Config, shapes: Mapping[str, Sequence[int]], num_rows: int) -> str | None:
-    """Return --modules_to_save, with the modules of the tokens if --add_tokens is set."""
+    """Return --modules_to_save, with the routers if --train_router is set, and the modules of the tokens if --add_tokens is."""
     tokens = token_parameters(shapes, num_rows) if config.add_tokens else []
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in tokens)
+    routers = router_parameters(shapes) if config.train_router else []
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in [*routers, *tokens])
     return ",".join(filter(None, [config.modules_to_save, *modules])) or None
 
 

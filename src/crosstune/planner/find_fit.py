@@ -126,6 +126,7 @@ def _precision(plan: Plan, step: Step) -> list[_Change]:
         flash=plan.config.use_flash_attention,
         compute_bits=16,
         shares_keys=shares and not plan.config.packing,
+        has_sinks=plan.fitted is not None and plan.fitted.shape.has_sinks,
     )
     changed = {"compute_bits": 16, "weight_bits": 16, "score_bits": scores}
     return [_Change(_PRECISION, {"precision": dtype}, changed)]

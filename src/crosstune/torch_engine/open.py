@@ -34,6 +34,7 @@ from crosstune.torch_engine.session.session import TorchSession
 from crosstune.torch_engine.session.text_session import TextSession
 from crosstune.torch_engine.task import BuildContext, HasOwnHead, KeepsReference, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
+from crosstune.torch_engine.tasks.router_balance import check_router_balance
 
 
 def open_session(
@@ -178,6 +179,8 @@ def check_model(folder: Path, *, plan: Plan) -> list[str]:
         model = empty_model(folder, source.config)
         source.read_layout(model)
     source.forms_to_quantize(model)
+    if plan.config.router_aux_loss_coef:
+        check_router_balance(model)
     if plan.method in ADAPTER_METHODS:
         chosen = choose_adapted(model, plan)
         left_out = warn_of_left_out(model, chosen, plan)

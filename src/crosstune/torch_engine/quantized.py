@@ -53,6 +53,19 @@ def restore_weight(
     return StoredWeight(quantizer, tensors, facts)
 
 
+def dequantize_stack(
+    quantizer: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the dense matrices of tensors that are stacked along the first dimension."""
+    module = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer")
+    at_once = getattr(module, "dequantize_stack", None)
+    if at_once is not None:
+        return cast("torch.Tensor", at_once(tensors, facts, dtype))
+    count = len(tensors[PACKED])
+    each = ({name: tensor[number] for name, tensor in tensors.items()} for number in range(count))
+    return torch.stack([module.dequantize(parts, facts, dtype) for parts in each])
+
+
 class StoredWeight(nn.Module):
     """A quantized matrix: tensors registered with torch, and facts as plain JSON data.
 
@@ -79,6 +92,10 @@ class StoredWeight(nn.Module):
                 self.packed = nn.Parameter(tensor.detach(), requires_grad=False)
             else:
                 self.register_buffer(name, tensor.detach())
+
+    @property
+    def num_weights(self) -> int:
+        return self.shape[0] * self.shape[1]
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the dense matrix. It is not cached."""
@@ -236,7 +253,7 @@ def count_weights(model: nn.Module) -> int:
     """Return the number of weights of a model, counting each weight in packed bytes."""
     stored = [module for module in model.modules() if isinstance(module, StoredWeight)]
     parts = sum(parameter.numel() for weight in stored for parameter in weight.parameters())
-    dense = sum(weight.shape[0] * weight.shape[1] for weight in stored)
+    dense = sum(weight.num_weights for weight in stored)
     return sum(parameter.numel() for parameter in model.parameters()) - parts + dense
 
 

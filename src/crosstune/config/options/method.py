@@ -112,6 +112,11 @@ class MethodOptions:
         on_resume=OnResume.ADAPTER,
         joins_items="",
     )
+    train_router: bool = _adapter(
+        False,
+        "Train the routers of a mixture of experts in full next to the adapters, and save them with the adapter",
+        on_resume=OnResume.ADAPTER,
+    )
     add_tokens: str | None = option(
         None,
         "Tokens to add to the tokenizer: a comma-separated list, or a .txt file with one per line. Embedding and output head get one new "

@@ -12,6 +12,7 @@ from crosstune.config.conditions import (
     ROWS_BY_BATCH,
     SCHEDULE_WITH_FLOOR,
     SFT,
+    TORCH_ENGINE,
 )
 from crosstune.config.option import OnResume, below_one, not_zero, option
 from crosstune.core.schedule import ON_EXTEND, SCHEDULES
@@ -112,6 +113,14 @@ class TrainingOptions:
         "usual, 0: none",
         high=1000,
         needs=(SFT,),
+    )
+    router_aux_loss_coef: float = option(
+        0.0,
+        "Weight of the loss that spreads tokens over the experts of a mixture, added to the loss of each token; 0.001 is usual "
+        "with --train_router, 0: none",
+        aliases=("moe_aux_loss_coef",),
+        high=1000,
+        needs=(SFT, TORCH_ENGINE),
     )
     apply_gradient_clipping: bool = option(True, "Clip the gradient norm")
     grad_norm: float = option(

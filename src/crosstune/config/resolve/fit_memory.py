@@ -140,6 +140,7 @@ class _Fitting:
                 flash=draft["use_flash_attention"],
                 compute_bits=compute_bits,
                 shares_keys=shape is not None and shape.keys < shape.queries and not draft["packing"],
+                has_sinks=shape is not None and shape.has_sinks,
             ),
             dropout=draft["lora_dropout"] > 0,
             optimizer=draft["optimizer"],

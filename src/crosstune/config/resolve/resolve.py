@@ -278,12 +278,16 @@ def _check_values(draft: Draft) -> None:
     for option, matters in must_be_positive.items():
         if matters and draft[option] == 0:
             draft.refuse(f"{option} is 0.", why="nothing would be learned.", do="set a positive value")
-    if draft["neftune_alpha"] and draft["recipe"] != "sft":
-        draft.refuse(
-            f"--neftune_alpha does not apply to the {draft['recipe']} recipe.",
-            why="only sft adds noise to embeddings.",
-            do="remove --neftune_alpha",
-        )
+    for option, why in (
+        ("neftune_alpha", "only sft adds noise to embeddings."),
+        ("router_aux_loss_coef", "only sft adds this loss."),
+    ):
+        if draft[option] and draft["recipe"] != "sft":
+            draft.refuse(
+                f"--{option} does not apply to the {draft['recipe']} recipe.",
+                why=why,
+                do=f"remove --{option}",
+            )
     losses = parse_losses(draft["preference_loss"]) if draft["recipe"] == "preference" else {}
     if "robust" in losses and not draft["label_smoothing"]:
         draft.refuse(

@@ -24,6 +24,7 @@ from crosstune.estimate.fast_layers import (
 from crosstune.estimate.memory import fast_working_bytes
 from crosstune.process.ranks import Group
 from crosstune.torch_engine.device import Precision
+from crosstune.torch_engine.experts import AdaptedStack
 from crosstune.torch_engine.kernels.calibrate import (
     Fp8Exclusions,
     choose_fp8_exclusions,
@@ -32,7 +33,7 @@ from crosstune.torch_engine.kernels.calibrate import (
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.fp8_weights import why_no_fp8
 from crosstune.torch_engine.kernels.operations import has_triton
-from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear, AdaptedStack, DoraLinear
+from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear, DoraLinear
 
 
 def open_decoder(

@@ -14,7 +14,7 @@ from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
-from crosstune.core.weights import principal_factors, uniform_by_name
+from crosstune.core.weights import principal_factors
 from crosstune.models.adapter_choice import (
     ALL_LAYERS,
     AdapterSettings,
@@ -28,16 +28,8 @@ from crosstune.models.adapter_choice import (
     name_saved,
     saved_modules,
 )
-from crosstune.torch_engine.loading.weight_forms import (
-    Routing,
-    expert_stacks,
-    expert_weights,
-    grouped_product,
-    linear_layers,
-    multiply,
-    replace_stack,
-    stack_shape,
-)
+from crosstune.torch_engine.experts import AdaptedStack, replace_stack
+from crosstune.torch_engine.loading.weight_forms import expert_stacks, expert_weights, linear_layers
 from crosstune.torch_engine.quantized import (
     QuantLinear,
     dense_weight,
@@ -133,48 +125,7 @@ class DoraLinear(AdaptedLinear):
         return torch.linalg.vector_norm(AdaptedLinear.merged(self), dim=1)
 
 
-class AdaptedStack(nn.Module):
-    """A stack of experts, each with its own A and B: W + scale * B A.
-
-    The parameters have the layout of PEFT's `target_parameters`: the rows of A are grouped by expert, the columns of B
-    alternate between the experts.
-    """
-
-    def __init__(
-        self, base: Any, *, name: str, settings: AdapterSettings, seed: int, transposed: bool
-    ) -> None:
-        super().__init__()
-        self.base = base
-        self.scale, self.dropout, self.transposed = settings.scale, settings.dropout, transposed
-        self.num_experts, rows, columns = stack_shape(base, transposed=transposed)
-        device = next(base.parameters()).device if isinstance(base, nn.Module) else base.device
-        height = settings.rank * self.num_experts
-        start = uniform_by_name(name, shape=(height, columns), seed=seed)
-        self.lora_A = nn.Parameter(torch.from_numpy(start).to(device))
-        self.lora_B = nn.Parameter(torch.zeros(rows, height, device=device))
-
-    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        out = multiply(self.base, x, routing, transposed=self.transposed)
-        dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        a, b = split_by_expert(self.lora_A, self.lora_B * self.scale, num_experts=self.num_experts)
-        # The kernel needs rows of a multiple of 16 bytes; zeros do not change the result.
-        fill = -a.shape[1] % 8
-        a, b = F.pad(a.to(x.dtype), (0, 0, 0, fill)), F.pad(b.to(x.dtype), (0, fill))
-        return out + grouped_product(grouped_product(dropped, a, routing), b, routing).to(out.dtype)
-
-    def trained(self) -> dict[str, nn.Parameter]:
-        return {"lora_A.weight": self.lora_A, "lora_B.weight": self.lora_B}
-
-
 Adapted = AdaptedLinear | AdaptedStack
-
-
-def split_by_expert(
-    a: torch.Tensor, b: torch.Tensor, *, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A as experts x rank x inputs and B as experts x outputs x rank."""
-    by_expert = b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
-    return a.reshape(num_experts, -1, a.shape[1]), by_expert.contiguous()
 
 
 def add_adapters(

@@ -121,6 +121,34 @@ def dequantize(
     return bnb.dequantize_4bit(tensors["packed"], state).reshape(shape)
 
 
+def dequantize_stack(
+    tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], dtype: torch.dtype
+) -> torch.Tensor:
+    """Dequantize matrices that are stacked along the first dimension, with the same bits as one by one."""
+    import torch
+
+    packed, (rows, columns) = tensors["packed"], facts["shape"]
+    count = len(packed)
+    if "absmax" not in tensors or rows * columns % facts["blocksize"]:
+        each = ({name: tensor[number] for name, tensor in tensors.items()} for number in range(count))
+        return torch.stack([dequantize(parts, facts, dtype) for parts in each])
+    absmax = tensors["absmax"]
+    if "nested_absmax" in tensors:
+        tables = tensors["nested_quant_map"]
+        first = torch.arange(count, dtype=torch.int32, device=absmax.device)[:, None] * tables.shape[1]
+        codes = (absmax.int() + first).flatten()
+        scales = tensors["nested_absmax"].repeat_interleave(facts["nested_blocksize"], dim=1)
+        absmax = tables.flatten().index_select(0, codes).view(count, -1) * scales[:, : absmax.shape[1]]
+        absmax = absmax + tensors["nested_offset"][:, None]
+    parts = {
+        "packed": packed.reshape(-1, 1),
+        "absmax": absmax.flatten(),
+        "quant_map": tensors["quant_map"][0],
+    }
+    flat = dequantize(parts, {**facts, "shape": [count * rows, columns]}, dtype)
+    return flat.view(count, rows, columns)
+
+
 def _whole_blocks(shape: Sequence[int], blocksize: int) -> tuple[int, ...]:
     """Return a shape with the same number of weights whose rows are whole blocks. Blocks cross rows, but bitsandbytes' CPU
     kernel starts a new block in each row."""

@@ -68,3 +68,20 @@ def dequantize(
     table = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=dtype, device=packed.device)
     codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
     return torch.ldexp(table[codes.int()], scales[..., None].int() - BIAS).to(dtype).reshape(facts["shape"])
+
+
+def dequantize_stack(
+    tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], dtype: torch.dtype
+) -> torch.Tensor:
+    """Dequantize matrices that are stacked along the first dimension, with the same bits as one by one."""
+    import torch
+
+    from crosstune.torch_engine.kernels.operations import has_triton
+
+    packed, scales = tensors["packed"], tensors["scales"]
+    if packed.device.type == "cuda" and has_triton():
+        from crosstune.torch_engine.kernels.triton_mxfp4 import make_mxfp4_dense
+
+        return make_mxfp4_dense(packed, scales, dtype).view(len(packed), *facts["shape"])
+    pairs = zip(packed, scales, strict=True)
+    return torch.stack([dequantize({"packed": p, "scales": s}, facts, dtype) for p, s in pairs])

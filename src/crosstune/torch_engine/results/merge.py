@@ -12,7 +12,8 @@ from crosstune.core.errors import UserError
 from crosstune.core.model_folders import AdapterFolder, DenseWeights, OnBytes
 from crosstune.models.adapter_files import read_matrices, without_tied
 from crosstune.torch_engine.device import PRECISIONS
-from crosstune.torch_engine.loading.adapters import split_by_expert, tied_parameters
+from crosstune.torch_engine.experts import split_by_expert
+from crosstune.torch_engine.loading.adapters import tied_parameters
 from crosstune.torch_engine.loading.blocks import in_blocks
 from crosstune.torch_engine.loading.file_layout import FileLayout, Group
 from crosstune.torch_engine.loading.load import empty_model, forms_to_quantize, read_config

@@ -21,6 +21,7 @@ from crosstune.files.json_files import write_json
 from crosstune.models.identity import RECORD, identity
 from crosstune.torch_engine.device import evaluating
 from crosstune.torch_engine.kernels.decoder import FastDecoder
+from crosstune.torch_engine.kernels.delta_rule import use_delta_rule
 from crosstune.torch_engine.loading.blocks import Expansion
 from crosstune.torch_engine.loading.load import load_model
 from crosstune.torch_engine.loading.stream import find_tensors, read_tensor
@@ -37,6 +38,7 @@ from crosstune.torch_engine.tasks.model_input import (
     noise_of,
 )
 from crosstune.torch_engine.tasks.noisy_embeddings import noisy_embeddings
+from crosstune.torch_engine.tasks.router_balance import check_router_balance, router_balance
 from crosstune.torch_engine.tasks.token_losses import (
     Measure,
     cross_entropy_sum,
@@ -62,6 +64,8 @@ class CausalLM:
         """The fast layers; None if transformers runs the model."""
         self.shares_prompts = True
         """False if the model cannot compute answers that share a prompt in one row; the fast layers always can."""
+        self.balance = 0.0
+        """The weight of the balance loss of a mixture of experts."""
         self._against_trained: dict[str, Any] | None = None
 
     def build(self, context: BuildContext) -> nn.Module:
@@ -74,7 +78,11 @@ class CausalLM:
             device=context.device,
             finish=context.finish,
         )
+        use_delta_rule(model)
         self.context = context
+        if context.plan.config.router_aux_loss_coef:
+            check_router_balance(model)
+            self.balance, self.metric_names = context.plan.config.router_aux_loss_coef, ("router_balance",)
         return model
 
     def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
@@ -97,6 +105,7 @@ class CausalLM:
             positions=batch.positions.astype("int64")
             if batch.is_packed or isinstance(batch, ForkedBatch)
             else None,
+            real=(batch.segments > 0).astype("int64") if self.balance and batch.has_padding else None,
             noise_keys=batch.noise_keys.view("int32") if batch.noise_keys is not None else None,
             noise_scales=batch.noise_scales,
             **fork_arrays(batch, drop_padding=decoder is not None and decoder.drops_padding),
@@ -111,7 +120,18 @@ class CausalLM:
         with noisy_embeddings(model, *noise_of(given, fast=fast is not None)):
             if fast is not None:
                 return fast.loss(fast_hidden(fast, given), given.targets), {}
+            if self.balance:
+                return self._balanced_loss(model, given)
             return cross_entropy_sum(self.supervised_logits(model, given), given.targets), {}
+
+    def _balanced_loss(self, model: nn.Module, given: ModelInput) -> tuple[torch.Tensor, MetricSums]:
+        """Return the cross entropy, with the balance loss of the batch added for each supervised token."""
+        options, select = self._model_call(model, given)
+        output = model(**options, output_router_logits=True)
+        balance = router_balance(model, output.router_logits, given.real)
+        count = len(given.targets)
+        loss = cross_entropy_sum(select(output.logits), given.targets) + self.balance * count * balance
+        return loss, {"router_balance": (balance.detach() * count, count)}
 
     def evaluate(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         """Return the loss, and the number of documents whose supervised tokens are all predicted."""

@@ -44,6 +44,8 @@ class ModelInput:
     unpadded_ids: Any = None
     """All documents in one row, without padding; `rows` and `bounds` are then indices of this row."""
     unpadded_positions: Any = None
+    real: Any = None
+    """For the balance loss of a batch with padding: 1 for tokens, 0 for padding."""
     noise_keys: Any = None
     """For noise on the embeddings, like `input_ids` or, without padding, like `unpadded_ids`."""
     noise_scales: Any = None

@@ -1,0 +1,71 @@
+"""The gated delta rule in chunks against its definition, token by token, and the layers that use it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import tiny_config
+from transformers import AutoModelForCausalLM
+
+from crosstune.torch_engine.kernels.delta_rule import chunk_gated_delta_rule, use_delta_rule
+
+
+def by_token(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition in fp64: the state decays, and the value that a key reads from it moves towards the new one."""
+    query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    outputs = []
+    for t in range(query.shape[1]):
+        state = state * g[:, t, :, None, None].exp()
+        read = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
+        change = (value[:, t] - read) * beta[:, t, :, None]
+        state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], change)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]) * query.shape[-1] ** -0.5)
+    return torch.stack(outputs, dim=1), state
+
+
+@pytest.mark.parametrize("length", [5, 64, 150])
+def test_chunks_equal_the_definition(length: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, length, 3, size) for size in (8, 8, 12))
+    g, beta = -0.05 * torch.rand(2, length, 3), torch.rand(2, length, 3)
+    given = [query, key, value, g, beta, torch.randn(2, 3, 8, 12)]
+    upstream = torch.randn(2, length, 3, 12), torch.randn(2, 3, 8, 12)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        inputs = [x.to(dtype).requires_grad_() for x in given]
+        if dtype == torch.float64:
+            outputs = by_token(*inputs)
+        else:
+            out, state = chunk_gated_delta_rule(
+                *inputs[:5], initial_state=inputs[5], output_final_state=True, use_qk_l2norm_in_kernel=True
+            )
+            assert state is not None
+            outputs = out, state
+        gradients = torch.autograd.grad(outputs, inputs, [x.to(dtype) for x in upstream])
+        found.append([*outputs, *gradients])
+    for expected, ours in zip(*found, strict=True):
+        assert (ours - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_layers_use_it_in_one_model_only(family: str) -> None:
+    changed, other = (AutoModelForCausalLM.from_config(tiny_config(family, 64)).eval() for _ in range(2))
+    other.load_state_dict(changed.state_dict())
+    use_delta_rule(changed)
+    ids, seen = torch.arange(40)[None], []
+
+    def watch(model: torch.nn.Module) -> torch.Tensor:
+        with torch.no_grad(), torch.profiler.profile() as profiler:
+            logits: torch.Tensor = model(input_ids=ids).logits
+        seen.append({event.key for event in profiler.key_averages()})
+        return logits
+
+    torch.testing.assert_close(watch(changed), watch(other), rtol=1e-5, atol=1e-6)
+    assert "aten::diag_embed" in seen[0] - seen[1], "ours alone builds a diagonal"
