@@ -20,7 +20,12 @@ from crosstune.files.safetensors_header import read_header
 from crosstune.process.this_process import hide_output
 from crosstune.recipes.latent_diffusion.batch import PairBatch
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
-from crosstune.recipes.latent_diffusion.torch_parts_blocks import FusedBlocks, Packed, pack_rows
+from crosstune.recipes.latent_diffusion.torch_parts_blocks import (
+    FusedBlocks,
+    Packed,
+    cross_entropy,
+    pack_rows,
+)
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel
 from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler, signal_noise, to_clean
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, tokenize
@@ -140,10 +145,13 @@ class LatentDiffusionTask:
     def _text(self, logits: torch.Tensor, tensors: Tensors, metrics: dict[str, Any]) -> torch.Tensor:
         """Sum the cross entropy of masked tokens, with equal weights in the loss and with 1 / t in the ELBO."""
         targets = tensors["targets"]
-        each = functional.cross_entropy(logits.float(), targets, reduction="none")
+        right = (logits.detach().argmax(-1) == targets).sum()
+        if self.model is not None and self.model.fused is not None:
+            each = cross_entropy(logits, targets)
+        else:
+            each = functional.cross_entropy(logits.float(), targets, reduction="none")
         with torch.no_grad():
             count = len(targets)
-            right = (logits.argmax(-1) == targets).sum()
             tokens = (tensors["lengths"] * (tensors["text_factor"] > 0)).sum()
             metrics["text_loss"] = (each.sum(), count)
             metrics["text_accuracy"] = (right, count)

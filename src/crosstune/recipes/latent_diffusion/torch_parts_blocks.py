@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from crosstune.recipes.latent_diffusion import torch_parts_plain
 from crosstune.recipes.latent_diffusion.torch_parts_plain import Segments
+from crosstune.torch_engine.kernels import decoder
 from crosstune.torch_engine.kernels.attention import attends_by_document, prefer_cudnn
 
 if TYPE_CHECKING:
@@ -477,6 +478,30 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, he
     )
     rows = [functional.scaled_dot_product_attention(*(one[None] for one in piece))[0] for piece in pieces]
     return torch.cat(rows, dim=1).transpose(0, 1).reshape(q.shape)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The cross entropy of each row. The logits become their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        operations = decoder.choose_operations(logits.device)
+        losses, gradient = operations.cross_entropy(
+            logits, targets, gradient=ctx.needs_input_grad[0], summed=False
+        )
+        ctx.save_for_backward(gradient)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        (logits,) = ctx.saved_tensors
+        return logits.mul_(gradients[0][:, None]), None
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy of each row, in fp32. The logits are overwritten."""
+    losses: torch.Tensor = _CrossEntropy.apply(logits, targets)
+    return losses
 
 
 def choose_operations(device: torch.device) -> Any:
