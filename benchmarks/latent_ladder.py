@@ -45,7 +45,7 @@ OLD = {
     "warmup_steps": 10,
 }
 RUNGS = {
-    "speed": ("larger_batch", "compile", "attention"),
+    "speed": ("fast_layers", "larger_batch", "attention"),
     "memory": ("gradient_checkpointing", "optimizer_8bit"),
 }
 TURNS = 4

@@ -1,7 +1,10 @@
 """Measure the latent-diffusion model at its full size: samples/s, memory and the fraction of the hardware's limit.
 
     python benchmarks/latent_size.py                  hidden 1024, 24 blocks (0.95 B parameters), about a minute on a GPU
+    python benchmarks/latent_size.py --profile        and the time of a step by groups of kernels
     python benchmarks/latent_size.py --small          to see that it runs, on any machine
+
+Each combination of layers (the general blocks, the same compiled, the fused blocks) and recomputation is a run of --runs.
 
 Rows are full: --tokens tokens each, of random ids, with one vector; the mode is l2t. The step is the one of
 `crosstune train`: the engine's session computes the gradients of a window, clips and updates, with fp32 weights and bf16
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -82,8 +86,67 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def step_once(session: Any, window: Any) -> float:
+    loss: float = session.backward([window]).loss
+    session.update(lr=1e-4)
+    return loss
+
+
+GROUPS = {
+    "matmuls": ("gemm", "nvjet", "cutlass", "sm90_xmma", "splitk", "_mm"),
+    "attention": ("fmha", "flash", "attention", "cudnn"),
+    "optimizer, clipping": ("adam", "multi_tensor", "foreach", "lpnorm"),
+    "fused passes": ("_modulate", "_sum_chunks", "_normalize_heads", "_gelu", "cross_entropy", "triton"),
+    "norms": ("norm",),
+    "softmax, loss": ("softmax", "nll"),
+    "sums": ("reduce",),
+    "gather, scatter": ("index", "gather", "scatter", "embedding", "sort", "cat"),
+    "copies, casts": ("memcpy", "memset", "copy", "fill"),
+    "elementwise": ("elementwise",),
+}
+
+
+def print_kernels(step: Callable[[], Any], *, step_s: float) -> None:
+    """Print the device time of a step by groups of kernels, and the slowest kernels."""
+    activity = torch.profiler.ProfilerActivity
+    kinds = [activity.CPU] + [activity.CUDA] * torch.cuda.is_available()
+    with torch.profiler.profile(activities=kinds) as profile:
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    on_gpu = torch.cuda.is_available()
+    times: dict[str, tuple[float, int]] = {}
+    for event in profile.key_averages():
+        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA if on_gpu else True
+        if spent > 0 and is_kernel:
+            times[event.key] = (spent / 1000, event.count)
+    groups: dict[str, float] = dict.fromkeys([*GROUPS, "other"], 0.0)
+    for name, (spent, _) in times.items():
+        low = name.lower()
+        groups[
+            next((group for group, words in GROUPS.items() if any(map(low.__contains__, words))), "other")
+        ] += spent
+    total = sum(groups.values())
+    print(
+        f"  kernels {total:.1f} ms in {sum(n for _, n in times.values()):,} launches; the step {1000 * step_s:.1f} ms"
+    )
+    for group, spent in sorted(groups.items(), key=lambda one: -one[1]):
+        print(f"  {spent:8.2f} ms  {group}")
+    for name, (spent, count) in sorted(times.items(), key=lambda one: -one[1][0])[:30]:
+        print(f"    {spent:8.2f} ms {count:5} x  {name[:110]}", flush=True)
+
+
 def measure(
-    settings: ModelSettings, *, rows: int, steps: int, recompute: bool, backend: str, precision: str
+    settings: ModelSettings,
+    *,
+    layers: str,
+    rows: int,
+    steps: int,
+    recompute: bool,
+    backend: str,
+    precision: str,
+    profile: bool,
 ) -> dict[str, Any]:
     config = make_config(
         recipe="latent_diffusion",
@@ -93,6 +156,8 @@ def measure(
         batch_size=rows,
         optimizer="fused_adamw",
         use_gradient_checkpointing=recompute,
+        kernels="fast" if layers == "fused" else "general",
+        torch_compile=layers == "compiled",
         max_steps=steps,
     )
     session = open_session(make_plan(config), None, task=LatentDiffusionTask(settings, modes={"l2t"}))
@@ -106,13 +171,15 @@ def measure(
         if step == WARM_STEPS:
             synchronize(device)
             began = time.perf_counter()
-        losses.append(session.backward([windows[step % len(windows)]]).loss)
-        session.update(lr=1e-4)
+        losses.append(step_once(session, windows[step % len(windows)]))
     synchronize(device)
     step_s = (time.perf_counter() - began) / steps
     trained, whole = session.num_parameters()
+    if profile:
+        print_kernels(lambda: step_once(session, windows[0]), step_s=step_s)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else session.memory().peak_bytes
     return {
+        "layers": layers,
         "checkpointing": recompute,
         "parameters": whole,
         "trained_parameters": trained,
@@ -135,6 +202,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="also the device time by groups of kernels")
+    parser.add_argument("--runs", default="general,fused,general+recompute,fused+recompute")
     own = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     settings = ModelSettings(
@@ -154,12 +223,15 @@ def main() -> None:
         "settings": vars(settings),
         "runs": [],
     }
-    for recompute in (False, True):
+    for run in own.runs.split(","):
+        layers, _, recompute = run.partition("+")
         found = measure(
             settings,
+            layers=layers,
             rows=4 if own.small else own.rows,
             steps=2 if own.small else own.steps,
-            recompute=recompute,
+            recompute=bool(recompute),
+            profile=own.profile,
             backend="cuda" if on_gpu else "cpu",
             precision="bf16_autocast" if on_gpu else "fp32",
         )

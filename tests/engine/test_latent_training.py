@@ -18,6 +18,7 @@ from crosstune.core.weights import averaged
 from crosstune.recipes.latent_diffusion import torch_parts
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
 from crosstune.recipes.latent_diffusion.settings import DecodeOptions, ModelSettings
+from crosstune.recipes.latent_diffusion.torch_parts_blocks import FusedBlocks
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD
 
@@ -114,6 +115,46 @@ def test_leaving_padding_out_gives_the_same_losses_and_gradients(
     assert found.loss == pytest.approx(padded.loss, rel=1e-5)
     assert found.metrics == pytest.approx(padded.metrics, rel=1e-5, nan_ok=True)
     assert_same_gradients(of_found, of_padded)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("l2t", {"latent_tokens": 1}),
+        ("t2l", {"use_gradient_checkpointing": True}),
+        ("random", {"latent_tokens": 2, "hidden_size": 48, "n_heads": 3}),
+    ],
+)
+def test_fused_blocks_give_the_same_losses_and_gradients(
+    pairs: PairFolder, mode: str, options: dict[str, Any]
+) -> None:
+    recipe, session = opened(pairs, loss_type=mode, **options)
+    unsettle(session.model)
+    window = recipe.micro_batches(0)
+    general, of_general = session.evaluate(window), gradients(session, window)
+    session.model.fused = FusedBlocks(session.model)
+    found, of_found = session.evaluate(window), gradients(session, window)
+    assert found.loss == pytest.approx(general.loss, rel=1e-5)
+    assert found.metrics == pytest.approx(general.metrics, rel=1e-5, nan_ok=True)
+    assert_same_gradients(of_found, of_general)
+    batch = session.prepare(window[0])
+    with recipe._task.general_layers():  # takes batches that were prepared for the fused blocks
+        assert session.backward([batch]).loss == pytest.approx(general.loss, rel=1e-5)
+
+
+def test_fused_blocks_follow_updates(pairs: PairFolder) -> None:
+    """Their copies of the weights are made again after each update."""
+    found = []
+    for kernels in ("general", "fast"):
+        recipe, session = opened(pairs, loss_type="random", kernels=kernels)
+        assert (session.model.fused is not None) == (kernels == "fast")
+        losses = []
+        for step in range(3):
+            window = [session.prepare(batch) for batch in recipe.micro_batches(step)]
+            losses.append(session.backward(window).loss)
+            session.update(lr=1e-2)
+        found.append(losses)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
 
 
 def test_attention_that_holds_its_scores_gives_the_same_losses(pairs: PairFolder) -> None:
@@ -262,6 +303,19 @@ def test_data_and_options_that_do_not_fit(pairs: PairFolder, options: dict[str, 
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("mode", ["l2t", "random"])
+def test_fused_blocks_on_a_gpu_give_the_same_gradients(pairs: PairFolder, mode: str) -> None:
+    recipe, session = opened(
+        pairs, backend="cuda", precision="fp32", kernels="fast", loss_type=mode, hidden_size=96, n_heads=3
+    )
+    unsettle(session.model)
+    window = recipe.micro_batches(0)
+    of_fused = gradients(session, window)
+    with recipe._task.general_layers():
+        assert_same_gradients(of_fused, gradients(session, window))
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_gpu_that_leaves_padding_out_learns_as_the_cpu(
     pairs: PairFolder, compiled: bool, monkeypatch: pytest.MonkeyPatch
@@ -271,7 +325,12 @@ def test_a_gpu_that_leaves_padding_out_learns_as_the_cpu(
     for backend in ("cpu", "cuda"):
         on_gpu = backend == "cuda"
         recipe, session = opened(
-            pairs, backend=backend, loss_type="random", ema_decay=0.9, torch_compile=compiled and on_gpu
+            pairs,
+            backend=backend,
+            loss_type="random",
+            ema_decay=0.9,
+            torch_compile=compiled and on_gpu,
+            kernels="general",
         )
         losses = []
         for step in range(10):

@@ -32,7 +32,7 @@ from crosstune.torch_engine.results import export
 from crosstune.torch_engine.session.optimizer import Masters, make_optimizer
 from crosstune.torch_engine.session.session import TorchSession
 from crosstune.torch_engine.session.text_session import TextSession
-from crosstune.torch_engine.task import BuildContext, HasOwnHead, KeepsReference, TorchTask
+from crosstune.torch_engine.task import BuildContext, HasFastLayers, HasOwnHead, KeepsReference, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 from crosstune.torch_engine.tasks.router_balance import check_router_balance
 
@@ -101,7 +101,7 @@ def open_session(
         elif trained:
             plan = replace(plan, base=decide_base(plan))
             context = replace(context, plan=plan)
-            if plan.config.kernels == "fast":
+            if plan.config.kernels == "fast" and not isinstance(task, HasFastLayers):
                 notes = describe_general("the task of the recipe computes with the model itself")
         if trained:
             notes += compile_blocks(model, plan)

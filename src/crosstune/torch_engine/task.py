@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,15 @@ class HasOwnHead(Protocol):
 
     head_names: Sequence[str]
     """The canonical names of the head's parameters."""
+
+
+@runtime_checkable
+class HasFastLayers(Protocol):
+    """A task that can run the model with fast layers."""
+
+    def general_layers(self) -> contextlib.AbstractContextManager[None]:
+        """Use the model's own layers in the `with` block."""
+        ...
 
 
 @runtime_checkable

@@ -60,7 +60,8 @@ def fit_kernels(draft: Draft) -> None:
     asked, report, shape = draft["kernels"], draft.report, draft.facts.shape
     reason, missing = _why_general(draft), shape.why_general if shape is not None else ""
     if asked == "auto":
-        preferred = prefers_fast(report, draft["precision"], quantizer=draft.quantizer)
+        is_diffusion = draft["recipe"] == "latent_diffusion"
+        preferred = not is_diffusion and prefers_fast(report, draft["precision"], quantizer=draft.quantizer)
         if not preferred or reason or draft["torch_compile"]:
             draft.values["kernels"] = "general"
         elif missing:
@@ -97,7 +98,11 @@ def fit_compile(draft: Draft) -> None:
 
 def _why_general(draft: Draft) -> str | None:
     if draft["recipe"] == "latent_diffusion":
-        return "the fast layers are for language models"
+        if draft["dropout"]:
+            return "the fused blocks do not support dropout"
+        if draft.num_shards > 1:
+            return "the fused blocks need unsharded weights; --sharding_strategy ddp replicates them"
+        return "the fused blocks need flash attention" if draft["use_flash_attention"] is False else None
     if draft["recipe"] == "judge" and draft["head"] == "scalar":
         return "the fast layers do not support a scalar head"
     if draft.method != "lora":

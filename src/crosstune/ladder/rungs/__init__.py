@@ -187,8 +187,12 @@ def _why_not(name: str, now: Situation) -> str:
             f"no fused kernel ran on {backend.name}": not backend.has_flash_attention,
         },
         "fast_layers": {
-            "the fast layers train LoRA adapters of language models with torch": (
-                (plan.engine, plan.method, config.recipe) != ("torch", "lora", "sft")
+            "the fast layers train LoRA adapters of language models with torch, and latent diffusion": (
+                config.recipe != "latent_diffusion"
+                and (plan.engine, plan.method, config.recipe) != ("torch", "lora", "sft")
+            ),
+            "the fused blocks for latent diffusion need an NVIDIA GPU": (
+                config.recipe == "latent_diffusion" and backend.name != "cuda"
             ),
             "the fast layers are used already": config.kernels == "fast",
             "the fast layers need whole weights": sharded,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ from crosstune.files.safetensors_header import read_header
 from crosstune.process.this_process import hide_output
 from crosstune.recipes.latent_diffusion.batch import PairBatch
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
+from crosstune.recipes.latent_diffusion.torch_parts_blocks import (
+    FusedBlocks,
+    Packed,
+    cross_entropy,
+    pack_rows,
+)
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel
 from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler, signal_noise, to_clean
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, tokenize
@@ -59,7 +66,19 @@ class LatentDiffusionTask:
             block.fuses_attention = opening.plan.config.use_flash_attention is not False
         self.skips_padding = model.aligns_logits = opening.device.type == "cuda"
         self.model = model.to(opening.device, precision.weights)
+        if opening.plan.config.kernels == "fast":
+            model.fused = FusedBlocks(model)
         return self.model
+
+    @contextlib.contextmanager
+    def general_layers(self) -> Iterator[None]:
+        """Use the general blocks in the `with` block, for batches prepared before it or in it."""
+        assert self.model is not None
+        fused, self.model.fused = self.model.fused, None
+        try:
+            yield
+        finally:
+            self.model.fused = fused
 
     def arrays(self, batch: PairBatch) -> Mapping[str, Array]:
         """Return the arrays for the device, without padding columns, and the masked tokens to predict.
@@ -75,7 +94,12 @@ class LatentDiffusionTask:
         wanted = arrays["masked"] & (batch.text_factor > 0)[:, None]
         places = np.flatnonzero(wanted)
         rows = places // max(1, width)
-        if self.skips_padding and batch.num_tokens <= (1 - _WORTH_SKIPPING) * arrays["tokens"].size:
+        if self.model is not None and self.model.fused is not None:
+            arrays |= pack_rows(batch.lengths, self.settings.latent_tokens)
+            found = np.searchsorted(arrays["text_sources"], places)
+            arrays["packed_places"] = arrays["text_places"][found]
+            counted = places
+        elif self.skips_padding and batch.num_tokens <= (1 - _WORTH_SKIPPING) * arrays["tokens"].size:
             is_real = np.arange(width) < batch.lengths[:, None]
             arrays["real_place"] = np.flatnonzero(is_real)
             arrays["real_row"] = arrays["real_place"] // width
@@ -91,6 +115,10 @@ class LatentDiffusionTask:
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         """Return the weighted sum of the losses, and the unweighted sums as metrics."""
+        packed = None
+        if self.model is not None and self.model.fused is not None and "is_latent" in tensors:
+            longest = tensors["tokens"].shape[1] + self.settings.latent_tokens
+            packed = Packed.from_arrays(tensors, longest=longest)
         output = model(
             tokens=torch.where(tensors["masked"], MASK, tensors["tokens"]),
             lengths=tensors["lengths"],
@@ -98,7 +126,8 @@ class LatentDiffusionTask:
             text_time=tensors["text_time"],
             latent_time=tensors["latent_time"],
             without_latent=tensors["without_latent"],
-            places=tensors["places"],
+            places=tensors["places"] if packed is None else tensors["packed_places"],
+            packed=packed,
             real=(tensors["real_row"], tensors["real_place"]) if "real_row" in tensors else None,
         )
         loss = torch.zeros((), device=tensors["tokens"].device)
@@ -116,10 +145,13 @@ class LatentDiffusionTask:
     def _text(self, logits: torch.Tensor, tensors: Tensors, metrics: dict[str, Any]) -> torch.Tensor:
         """Sum the cross entropy of masked tokens, with equal weights in the loss and with 1 / t in the ELBO."""
         targets = tensors["targets"]
-        each = functional.cross_entropy(logits.float(), targets, reduction="none")
+        right = (logits.detach().argmax(-1) == targets).sum()
+        if self.model is not None and self.model.fused is not None:
+            each = cross_entropy(logits, targets)
+        else:
+            each = functional.cross_entropy(logits.float(), targets, reduction="none")
         with torch.no_grad():
             count = len(targets)
-            right = (logits.argmax(-1) == targets).sum()
             tokens = (tensors["lengths"] * (tensors["text_factor"] > 0)).sum()
             metrics["text_loss"] = (each.sum(), count)
             metrics["text_accuracy"] = (right, count)

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
+from crosstune.recipes.latent_diffusion.torch_parts_blocks import FusedBlocks, Packed
 
 _TIME_COLUMNS = 256
 _TIME_SCALE = 1000.0
@@ -193,6 +194,8 @@ class LatentDiffusionModel(nn.Module):
         self.aligns_logits = False
         """Pad the vocabulary of the logits with -inf to a multiple of 64."""
         self._recomputes: dict[str, Any] | None = None
+        self.fused: FusedBlocks | None = None
+        """Compute batches without padding with these blocks."""
         self.token_embedding = nn.Embedding(settings.vocabulary, hidden)
         self.position_embedding = nn.Embedding(settings.max_tokens, hidden)
         self.latent_in = Linear(settings.latent_dim, many * hidden)
@@ -235,16 +238,21 @@ class LatentDiffusionModel(nn.Module):
         without_latent: torch.Tensor | None = None,
         places: torch.Tensor | None = None,
         real: tuple[torch.Tensor, torch.Tensor] | None = None,
+        packed: Packed | None = None,
     ) -> Output:
         """Predict the clean tokens and the clean vector from noisy inputs.
 
         Logits are computed for the tokens at the flat indices `places`. With `real`, the row and the flat index of each
-        real token, the layers skip padding, and `places` are indices into the real tokens.
+        real token, the layers skip padding, and `places` are indices into the real tokens. With `packed`, the fused blocks
+        run, and `places` are indices into the packed rows.
         """
         with torch.autocast(tokens.device.type, enabled=False):
             dtype, width = self.compute_dtype, tokens.shape[1]
             layout = Layout(*real, tokens) if real is not None else None
             positions = torch.arange(width, device=tokens.device)
+            if packed is not None:
+                tokens = tokens.flatten().index_select(0, packed.text_sources)
+                positions = packed.text_sources % width
             text = (self.token_embedding(tokens) + self.position_embedding(positions)).to(dtype)
             if layout is not None:
                 text = to_tokens(text, layout)
@@ -255,6 +263,8 @@ class LatentDiffusionModel(nn.Module):
             length = None
             if self.keeps_text:
                 length = self.length_out(functional.gelu(self.length_in(latent.flatten(1)))).float()
+            if packed is not None:
+                return self._run_fused(text, latent, cond, length, places, packed)
             keys = torch.arange(width + self.settings.latent_tokens, device=lengths.device)
             mask = ((keys < lengths[:, None]) | (keys >= width))[:, None, None]
             last = len(self.blocks) - 1
@@ -266,7 +276,10 @@ class LatentDiffusionModel(nn.Module):
                     )
                 else:
                     text, latent = block(text, latent, cond, mask, *keeps, layout)
-            logits = self._text_logits(text, cond, places, layout) if self.keeps_text else None
+            logits = None
+            if self.keeps_text:
+                shift, scale = per_token(self.text_modulation(cond), layout).chunk(2, dim=-1)
+                logits = self._text_logits(modulate(text, shift, scale), places)
             vector = None
             if self.keeps_latent:
                 shift, scale = self.latent_modulation(cond)[:, None].chunk(2, dim=-1)
@@ -281,15 +294,32 @@ class LatentDiffusionModel(nn.Module):
             embedded = torch.where(without[:, None, None], null, embedded)
         return embedded + self.latent_position.to(embedded.dtype)
 
-    def _text_logits(
+    def _run_fused(
         self,
         text: torch.Tensor,
+        latent: torch.Tensor,
         cond: torch.Tensor,
+        length: torch.Tensor | None,
         places: torch.Tensor | None,
-        layout: Layout | None,
-    ) -> torch.Tensor:
-        shift, scale = per_token(self.text_modulation(cond), layout).chunk(2, dim=-1)
-        states = modulate(text, shift, scale)
+        packed: Packed,
+    ) -> Output:
+        assert self.fused is not None
+        zeros = text.new_zeros(len(packed.is_latent), text.shape[1])
+        text, latent = self.fused.run(
+            zeros.index_copy(0, packed.text_places, text),
+            latent.flatten(0, 1),
+            cond,
+            packed,
+            keeps_text=self.keeps_text,
+            keeps_latent=self.keeps_latent,
+            recomputes=self._recomputes is not None and self.training,
+        )
+        logits = self._text_logits(text, places) if self.keeps_text else None
+        vector = self.latent_head(latent.view(packed.num_rows, -1)).float() if self.keeps_latent else None
+        return Output(logits, vector, length)
+
+    def _text_logits(self, states: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        """Return the logits of modulated states."""
         if places is not None:
             states = states.flatten(0, -2).index_select(0, places)
         weight, bias = self.token_embedding.weight.to(states.dtype), self.text_bias.to(states.dtype)

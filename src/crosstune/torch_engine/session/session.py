@@ -64,6 +64,7 @@ from crosstune.torch_engine.sharding.local_shard import (
 )
 from crosstune.torch_engine.task import (
     BuildContext,
+    HasFastLayers,
     HasOwnHead,
     MeasuresEvaluation,
     Tensors,
@@ -179,7 +180,9 @@ class TorchSession:
         before = states.export_random(self.device)
         try:
             with (
-                self.task.general_layers() if isinstance(self.task, CausalLM) else contextlib.nullcontext(),
+                self.task.general_layers()
+                if isinstance(self.task, HasFastLayers)
+                else contextlib.nullcontext(),
                 self.connected("a step"),
                 without_compiled(self.model),
                 memory_errors(self.device),
