@@ -20,7 +20,8 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.estimate.memory import GIB
-from crosstune.estimate.model_shape import Step
+from crosstune.estimate.model_shape import Step, shape_for_size
+from crosstune.estimate.rehearsal import Collective, Rehearsal
 from crosstune.estimate.step_time import (
     LARGEST_ERROR,
     NUM_CHECKED,
@@ -409,3 +410,22 @@ def test_the_file_stays_small_and_a_folder_that_cannot_be_written_is_no_error(
     monkeypatch.setenv("CROSSTUNE_CACHE", "/proc/nowhere")
     remember("x", {"n": 1}, {"value": 1.0})
     assert recall_all("x") == {}
+
+
+def test_counted_collectives_give_the_time_of_a_step() -> None:
+    shape, speed = shape_for_size(7), find_speed("NVIDIA H100 80GB HBM3")
+    assert speed is not None
+    step = Step(method="full", context=4096, checkpointing=True, num_shards=16)
+    cluster = Cluster(num_nodes=2, num_local=8, sharding="full_shard")
+    gathered = Collective(kind="all-gather", num_bytes=10**9, times=40, num_ranks=16, across_nodes=True)
+    reduced = Collective(kind="all-reduce", num_bytes=10**9, times=1, num_ranks=2, across_nodes=True)
+    counts = dict.fromkeys(("parameters", "weights", "gradients", "optimizer", "activations", "peak"), 0)
+    alone = Rehearsal(num_ranks=16, collectives=[gathered], **counts)
+    both = replace(alone, collectives=[gathered, reduced])
+    time = alone.step_time(shape, step, speed, cluster=cluster, row=None)
+    # A ring moves 15 of 16 parts at 8 cards x 50 GB/s, of which 80 % are reached; all of it is behind the computation.
+    expected = 40 * (10**9 * 15 / 16 / (400e9 * 0.8) + 20e-6 * 4)
+    assert time.hidden_s == pytest.approx(expected) and time.communication_s == 0
+    after = both.step_time(shape, step, speed, cluster=cluster, row=None)
+    assert after.seconds - time.seconds == pytest.approx(2 * 10**9 / 2 / (400e9 * 0.8) + 20e-6)
+    assert Rehearsal.from_json(json.loads(json.dumps(both.to_json()))) == both
