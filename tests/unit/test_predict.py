@@ -155,8 +155,13 @@ def test_memory_hours_and_cost_of_a_cluster() -> None:
     assert found.cost == pytest.approx(found.hours * 4 * 30)
     assert found.to_json()["num_ranks"] == 32 and alone.cost is None
     rows = dict(figure_rows(four, found))
+    one_device = plan_on("b200", train_type="full", batch_size=1)
+    assert "fp32 copies" in dict(figure_rows(one_device, predict(one_device)))["of which"]
     assert rows["cost"] == f"about {found.cost:,.2f} for 4 machines at 30 an hour each"
-    assert "adapters" not in rows["of which"] and "fp32 copies" in rows["of which"]
+    assert "adapters" not in rows["of which"] and "copies" not in rows["of which"], (
+        "shards are stored in fp32"
+    )
+    assert found.memory.weights == 4 * found.parameters // 32
 
 
 def test_several_machines_of_a_kind_that_trains_alone_are_refused() -> None:
