@@ -14,12 +14,12 @@ import pytest
 
 from crosstune.cli.arguments import at_least, parse_config
 from crosstune.cli.commands.plan import make_parser
-from crosstune.cli.plan_lines import describe_plan, figure_rows
+from crosstune.cli.plan_lines import describe_plan, figure_rows, longest_line
 from crosstune.config.load import make_config
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
-from crosstune.estimate.memory import GIB
+from crosstune.estimate.memory import GIB, step_bytes
 from crosstune.estimate.model_shape import Step, shape_for_size
 from crosstune.estimate.rehearsal import Collective, Rehearsal
 from crosstune.estimate.step_time import (
@@ -33,6 +33,7 @@ from crosstune.estimate.step_time import (
 from crosstune.machines.probe import fastest_backend, load_machine, profile_names
 from crosstune.models.known_models import known_shape
 from crosstune.planner.gather import make_plan
+from crosstune.planner.longest import find_longest
 from crosstune.planner.measurements import (
     FILE,
     MAX_ENTRIES,
@@ -434,3 +435,27 @@ def test_counted_collectives_give_the_time_of_a_step() -> None:
     after = both.step_time(shape, step, speed, cluster=cluster, row=None)
     assert after.seconds - time.seconds == pytest.approx(2 * 10**9 / 2 / (400e9 * 0.8) + 20e-6)
     assert Rehearsal.from_json(json.loads(json.dumps(both.to_json()))) == both
+
+
+def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
+    asked: dict[str, Any] = {"train_type": "qlora", "batch_size": 1}
+    plan = plan_on("rtx-4090", **asked)
+    longest = find_longest(plan)
+    assert longest is not None and longest.as_planned > 8192 and plan.fitted is not None
+    need = [
+        step_bytes(plan.fitted.shape, replace(plan.fitted.step, batch=1, context=longest.as_planned + more))
+        for more in (0, 256)
+    ]
+    assert need[0] <= plan.usable_bytes < need[1]
+    too_long = plan_on("rtx-4090", context_length=2**19, **asked)
+    assert find_longest(too_long) == longest, "the request's length does not matter"
+
+
+def test_savings_allow_longer_rows() -> None:
+    longest = find_longest(
+        plan_on("h200-x8", train_type="full", sharding_strategy="full_shard", batch_size=1)
+    )
+    assert longest is not None and longest.with_savings > 2 * longest.as_planned
+    line = longest_line(longest)
+    assert f"{longest.with_savings:,} with --use_gradient_checkpointing" in line
+    assert "no row fits as planned" in longest_line(replace(longest, as_planned=0))

@@ -22,6 +22,7 @@ from crosstune.cli.commands.plan import plan_to_json
 from crosstune.cli.plan_lines import LABEL_WIDTH, describe_plan
 from crosstune.config.resolve.plan import Adjustment, Plan
 from crosstune.core.errors import UserError
+from crosstune.planner.longest import LongestRow, find_longest
 from crosstune.planner.predict import Prediction, predict
 from crosstune.runs.check_request import RequestCheck, check_plan
 
@@ -46,6 +47,11 @@ class PlanReport:
     def prediction(self) -> Prediction | None:
         """Parameters, memory by part, speed and time; None if the shape of the model is unknown."""
         return predict(self.plan, data=self.checked.data)
+
+    @property
+    def longest_row(self) -> LongestRow | None:
+        """The longest row whose step fits; None if the shape of the model is unknown."""
+        return find_longest(self.plan)
 
     @property
     def problems(self) -> Sequence[UserError]:

@@ -13,10 +13,12 @@ from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.estimate.memory import describe_parts, num_recomputed, surely_too_large
 from crosstune.estimate.step_time import LARGEST_ERROR, NUM_CHECKED
+from crosstune.planner.find_fit import flags_text
 from crosstune.planner.predict import OwnModel, state_bytes
 
 if TYPE_CHECKING:
     from crosstune.emulate.verdict import Verdict
+    from crosstune.planner.longest import LongestRow
     from crosstune.planner.predict import Prediction
     from crosstune.planner.rehearse import Rehearsed
     from crosstune.runs.check_request import RequestCheck
@@ -240,6 +242,19 @@ def _time_rows(prediction: Prediction) -> Rows:
         price = f"{prediction.price_per_hour:g} an hour{' each' * several}"
         rows["cost"] = f"about {prediction.cost:,.2f} for {machines} at {price}"
     return rows
+
+
+def longest_line(longest: LongestRow | None) -> str:
+    """Return the line of the longest row that fits."""
+    if longest is None:
+        return f"{'longest':<{LABEL_WIDTH}} unknown, because the sizes of the model are unknown"
+    text = f"{longest.as_planned:,} tokens in one row" if longest.as_planned else "no row fits as planned"
+    if longest.options:
+        text += f"; {longest.with_savings:,} with {flags_text(longest.options)}"
+    trained = longest.trained_context
+    if trained is not None and max(longest.as_planned, longest.with_savings) > trained:
+        text += f"; the model's positions end at {trained:,}"
+    return f"{'longest':<{LABEL_WIDTH}} {text}"
 
 
 def rehearsal_lines(plan: Plan, rehearsed: Rehearsed) -> Iterator[tuple[str, str | None]]:

@@ -74,6 +74,19 @@ def make_fit(plan: Plan, options: Options, need: int) -> Fit:
     return Fit(text=f"{' '.join(_flags(options))} ({need / GIB:.1f} GiB)", command=shlex.join(words))
 
 
+def saving_options(plan: Plan, step: Step) -> tuple[dict[str, Any], Step]:
+    """Return the options that save activations at the cost of time alone, and the step with them."""
+    options: dict[str, Any] = {}
+    for change in (*_recompute(step), *_offload(plan, step)):
+        options |= change.options
+        step = replace(step, **change.step)
+    return options, step
+
+
+def flags_text(options: Options) -> str:
+    return " ".join(_flags(options))
+
+
 def _sets(plan: Plan, step: Step) -> Iterator[list[_Change]]:
     """Yield the sets of changes: at most one from each group."""
     groups = [_batch(step), _recompute(step), _offload(plan, step), _optimizer(plan, step)]
