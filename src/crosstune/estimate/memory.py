@@ -125,7 +125,7 @@ def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
         teacher=step.teacher_bytes if step.teacher_stays else max(0, step.teacher_bytes - in_step),
         gradients=gradients,
         optimizer=optimizer,
-        activations=0 if step.offloads_activations else activations,
+        activations=0 if step.offloads_activations and not step.fast else activations,
         logits=logits,
         buffers=buffers,
         overhead=step.overhead_bytes,

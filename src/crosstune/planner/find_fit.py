@@ -112,10 +112,13 @@ def _recompute(step: Step) -> list[_Change]:
 
 def _offload(plan: Plan, step: Step) -> list[_Change]:
     report = plan.backend
-    if step.offloads_activations or step.fast or report.engine != "torch":
+    if step.offloads_activations or report.engine != "torch":
         return []
     if report.device == "cpu" or report.unified_memory:
         return []
+    if step.fast:  # only the inputs of recomputed layers are worth the way to the host
+        recomputed = {"use_gradient_checkpointing": True, "use_activation_cpu_offload": True}
+        return [_Change(_OFFLOAD, recomputed, {"checkpointing": True, "offloads_activations": True})]
     return [_Change(_OFFLOAD, {"use_activation_cpu_offload": True}, {"offloads_activations": True})]
 
 

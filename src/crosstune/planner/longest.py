@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from crosstune.config.resolve.plan import Plan
+from crosstune.estimate.fast_layers import HOST_SHARE, stream_bytes
 from crosstune.estimate.memory import step_bytes
 from crosstune.estimate.model_shape import Step
 from crosstune.planner.find_fit import saving_options
@@ -37,13 +38,18 @@ def find_longest(plan: Plan) -> LongestRow | None:
     if fitted is None or not plan.usable_bytes:
         return None
     factor = fitted.estimated_bytes / max(1, fitted.parts.total)
+    shape, devices = fitted.shape, max(1, len(plan.backend.devices))
+    on_host = shape.num_layers * shape.hidden * stream_bytes(fitted.step)  # the inputs of recomputed layers
+    host = int(HOST_SHARE * plan.machine.memory_total_bytes / devices)
     options, saving = saving_options(plan, fitted.step)
 
     def longest(step: Step) -> int:
         def fits(tokens: int) -> bool:
             supervised = tokens if step.supervised is None else step.supervised
             row = replace(step, batch=1, context=tokens, supervised=supervised)
-            return step_bytes(fitted.shape, row) * factor <= plan.usable_bytes
+            if step.offloads_activations and tokens * on_host > host:
+                return False
+            return step_bytes(shape, row) * factor <= plan.usable_bytes
 
         low, high = 0, STEP_TOKENS
         while high <= MOST_TOKENS and fits(high):
@@ -61,5 +67,5 @@ def find_longest(plan: Plan) -> LongestRow | None:
         as_planned=as_planned,
         with_savings=with_savings,
         options=options,
-        trained_context=fitted.shape.max_context,
+        trained_context=shape.max_context,
     )
