@@ -14,13 +14,14 @@ import pytest
 
 from crosstune.cli.arguments import at_least, parse_config
 from crosstune.cli.commands.plan import make_parser
-from crosstune.cli.plan_lines import describe_plan, figure_rows
+from crosstune.cli.plan_lines import describe_plan, figure_rows, longest_line
 from crosstune.config.load import make_config
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
-from crosstune.estimate.memory import GIB
-from crosstune.estimate.model_shape import Step
+from crosstune.estimate.memory import GIB, step_bytes
+from crosstune.estimate.model_shape import Step, shape_for_size
+from crosstune.estimate.rehearsal import Collective, Rehearsal
 from crosstune.estimate.step_time import (
     LARGEST_ERROR,
     NUM_CHECKED,
@@ -32,6 +33,7 @@ from crosstune.estimate.step_time import (
 from crosstune.machines.probe import fastest_backend, load_machine, profile_names
 from crosstune.models.known_models import known_shape
 from crosstune.planner.gather import make_plan
+from crosstune.planner.longest import find_longest
 from crosstune.planner.measurements import (
     FILE,
     MAX_ENTRIES,
@@ -154,8 +156,13 @@ def test_memory_hours_and_cost_of_a_cluster() -> None:
     assert found.cost == pytest.approx(found.hours * 4 * 30)
     assert found.to_json()["num_ranks"] == 32 and alone.cost is None
     rows = dict(figure_rows(four, found))
+    one_device = plan_on("b200", train_type="full", batch_size=1)
+    assert "fp32 copies" in dict(figure_rows(one_device, predict(one_device)))["of which"]
     assert rows["cost"] == f"about {found.cost:,.2f} for 4 machines at 30 an hour each"
-    assert "adapters" not in rows["of which"] and "fp32 copies" in rows["of which"]
+    assert "adapters" not in rows["of which"] and "copies" not in rows["of which"], (
+        "shards are stored in fp32"
+    )
+    assert found.memory.weights == 4 * found.parameters // 32
 
 
 def test_several_machines_of_a_kind_that_trains_alone_are_refused() -> None:
@@ -409,3 +416,46 @@ def test_the_file_stays_small_and_a_folder_that_cannot_be_written_is_no_error(
     monkeypatch.setenv("CROSSTUNE_CACHE", "/proc/nowhere")
     remember("x", {"n": 1}, {"value": 1.0})
     assert recall_all("x") == {}
+
+
+def test_counted_collectives_give_the_time_of_a_step() -> None:
+    shape, speed = shape_for_size(7), find_speed("NVIDIA H100 80GB HBM3")
+    assert speed is not None
+    step = Step(method="full", context=4096, checkpointing=True, num_shards=16)
+    cluster = Cluster(num_nodes=2, num_local=8, sharding="full_shard")
+    gathered = Collective(kind="all-gather", num_bytes=10**9, times=40, num_ranks=16, across_nodes=True)
+    reduced = Collective(kind="all-reduce", num_bytes=10**9, times=1, num_ranks=2, across_nodes=True)
+    counts = dict.fromkeys(("parameters", "weights", "gradients", "optimizer", "activations", "peak"), 0)
+    alone = Rehearsal(num_ranks=16, collectives=[gathered], **counts)
+    both = replace(alone, collectives=[gathered, reduced])
+    time = alone.step_time(shape, step, speed, cluster=cluster, row=None)
+    # A ring moves 15 of 16 parts at 8 cards x 50 GB/s, of which 80 % are reached; all of it is behind the computation.
+    expected = 40 * (10**9 * 15 / 16 / (400e9 * 0.8) + 20e-6 * 4)
+    assert time.hidden_s == pytest.approx(expected) and time.communication_s == 0
+    after = both.step_time(shape, step, speed, cluster=cluster, row=None)
+    assert after.seconds - time.seconds == pytest.approx(2 * 10**9 / 2 / (400e9 * 0.8) + 20e-6)
+    assert Rehearsal.from_json(json.loads(json.dumps(both.to_json()))) == both
+
+
+def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
+    asked: dict[str, Any] = {"train_type": "qlora", "batch_size": 1}
+    plan = plan_on("rtx-4090", **asked)
+    longest = find_longest(plan)
+    assert longest is not None and longest.as_planned > 8192 and plan.fitted is not None
+    need = [
+        step_bytes(plan.fitted.shape, replace(plan.fitted.step, batch=1, context=longest.as_planned + more))
+        for more in (0, 256)
+    ]
+    assert need[0] <= plan.usable_bytes < need[1]
+    too_long = plan_on("rtx-4090", context_length=2**19, **asked)
+    assert find_longest(too_long) == longest, "the request's length does not matter"
+
+
+def test_savings_allow_longer_rows() -> None:
+    longest = find_longest(
+        plan_on("h200-x8", train_type="full", sharding_strategy="full_shard", batch_size=1)
+    )
+    assert longest is not None and longest.with_savings > 2 * longest.as_planned
+    line = longest_line(longest)
+    assert f"{longest.with_savings:,} with --use_gradient_checkpointing" in line
+    assert "no row fits as planned" in longest_line(replace(longest, as_planned=0))

@@ -31,6 +31,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluated
 from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.files.paths import named_run
+from crosstune.planner.longest import LongestRow, find_longest
 from crosstune.planner.predict import Prediction, predict
 from crosstune.runs.check_request import RequestCheck, check_plan
 
@@ -189,6 +190,11 @@ class PlanReport:
     def prediction(self) -> Prediction | None:
         """Parameters, memory by part, speed and time; None if the shape of the model is unknown."""
         return predict(self.plan, data=self.checked.data)
+
+    @property
+    def longest_row(self) -> LongestRow | None:
+        """The longest row whose step fits; None if the shape of the model is unknown."""
+        return find_longest(self.plan)
 
     @property
     def problems(self) -> Sequence[UserError]:

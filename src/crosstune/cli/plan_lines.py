@@ -13,11 +13,14 @@ from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.estimate.memory import describe_parts, num_recomputed, surely_too_large
 from crosstune.estimate.step_time import LARGEST_ERROR, NUM_CHECKED
+from crosstune.planner.find_fit import flags_text
 from crosstune.planner.predict import OwnModel, state_bytes
 
 if TYPE_CHECKING:
     from crosstune.emulate.verdict import Verdict
+    from crosstune.planner.longest import LongestRow
     from crosstune.planner.predict import Prediction
+    from crosstune.planner.rehearse import Rehearsed
     from crosstune.runs.check_request import RequestCheck
 
 LABEL_WIDTH = 12
@@ -239,6 +242,50 @@ def _time_rows(prediction: Prediction) -> Rows:
         price = f"{prediction.price_per_hour:g} an hour{' each' * several}"
         rows["cost"] = f"about {prediction.cost:,.2f} for {machines} at {price}"
     return rows
+
+
+def longest_line(longest: LongestRow | None) -> str:
+    """Return the line of the longest row that fits."""
+    if longest is None:
+        return f"{'longest':<{LABEL_WIDTH}} unknown, because the sizes of the model are unknown"
+    text = f"{longest.as_planned:,} tokens in one row" if longest.as_planned else "no row fits as planned"
+    if longest.options:
+        text += f"; {longest.with_savings:,} with {flags_text(longest.options)}"
+    trained = longest.trained_context
+    if trained is not None and max(longest.as_planned, longest.with_savings) > trained:
+        text += f"; the model's positions end at {trained:,}"
+    return f"{'longest':<{LABEL_WIDTH}} {text}"
+
+
+def rehearsal_lines(plan: Plan, rehearsed: Rehearsed) -> Iterator[tuple[str, str | None]]:
+    """Yield the lines of a rehearsal: counts beside predictions, and the time computed from them."""
+    counted, fitted, time = rehearsed.counted, plan.fitted, rehearsed.time
+    assert fitted is not None
+    parts = fitted.parts
+    predicted = {
+        "weights": (counted.weights, parts.weights + parts.adapters),
+        "gradients": (counted.gradients, parts.gradients),
+        "optimizer": (counted.optimizer, parts.optimizer),
+        "activations": (counted.activations, parts.activations),
+        "peak": (counted.peak, parts.total - parts.overhead),
+    }
+    rows: Rows = {
+        "rehearsed": f"a step of rank 0 of {counted.num_ranks:,}, without values: {count(counted.parameters)} parameters",
+        "counted": ", ".join(
+            f"{name} {size(found)} ({size(other)} predicted)" for name, (found, other) in predicted.items()
+        ),
+        "sent": ", ".join(
+            f"{times:,} x {kind} ({size(num_bytes)})" for kind, (times, num_bytes) in counted.totals().items()
+        ),
+    }
+    if time is not None:
+        step = f"{1000 * time.seconds:.0f} ms" if time.seconds < 10 else duration(time.seconds)
+        rows["computed"] = (
+            f"{step} per step, {time.tokens_per_s:,.0f} tok/s, {time.tokens_per_s / counted.num_ranks:,.0f} on each device, mostly "
+            f"{time.limit}; {100 * time.communication_share:.1f} % communication, "
+            f"{100 * time.communication_s / time.seconds:.1f} % not overlapped (from the rates of links, not measured)"
+        )
+    yield from ((f"{name:<{LABEL_WIDTH}} {value}", None) for name, value in rows.items())
 
 
 def _own_model_rows(plan: Plan, own: OwnModel | None) -> Rows:

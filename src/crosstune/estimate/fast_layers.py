@@ -39,6 +39,13 @@ LONGEST_KEPT_ROW = 256
 QUERIES_AT_A_TIME = 64
 """Queries multiplied at once with all keys before them."""
 
+TILE_TOKENS = 8192
+"""Tokens of a tile of the MLP of recomputed layers, if there are at least twice as many."""
+LONG_ROW = 8192
+"""Rows of this length keep the output of attention in recomputed layers, if activations are in host memory."""
+HOST_SHARE = 0.7
+"""The share of host memory for activations."""
+
 _GROUPS = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "out": ("o_proj",),
@@ -151,17 +158,36 @@ class FastLayer:
             full=self.hidden * self.stream_bytes,
         )
 
-    def backward(self, *, in_fp8: bool) -> int:
+    def recomputed(self) -> int:
+        """Return the bytes per token that a recomputed layer holds whose MLP is computed in tiles: its attention's tensors and
+        the stream after it."""
+        values = 2 * self.queries + 2 * self.keys + self.qkv_columns + self.out_columns
+        if self.qk_norms:
+            values += self.queries + self.keys
+        if self.post_norms:
+            values += self.hidden
+        attention = self.num_heads * self.attention_bytes
+        return self.hidden * self.stream_bytes + values * self.compute_bytes + attention
+
+    def backward(self, *, in_fp8: bool, tile_share: float = 1.0) -> int:
         """Return the peak bytes of temporary tensors in the backward pass, for each token: in the MLP or in attention. fp8
-        matmuls also read an e4m3 copy of each gradient."""
+        matmuls also read an e4m3 copy of each gradient. A tile of the MLP has `tile_share` of the tokens."""
         stream = self.hidden * (self.stream_bytes + self.compute_bytes)
         packed = self.queries + 2 * self.keys
         mlp = 4 * self.intermediate + 2 * self.down_columns + 2 * (self.hidden + self.gate_up_columns)
-        attention = self.queries + 2 * packed + 2 * (self.hidden + self.qkv_columns)
-        return stream + max(
-            mlp * self.compute_bytes + in_fp8 * (self.hidden + 2 * self.intermediate),
-            attention * self.compute_bytes + in_fp8 * packed,
-        )
+        mlp_in_fp8 = in_fp8 * (self.hidden + 2 * self.intermediate)
+        if tile_share == 1:
+            attention = self.queries + 2 * packed + 2 * (self.hidden + self.qkv_columns)
+            return stream + max(
+                mlp * self.compute_bytes + mlp_in_fp8, attention * self.compute_bytes + in_fp8 * packed
+            )
+        # With what a tile keeps for its own backward pass.
+        mlp += 2 * self.intermediate + self.gate_up_columns + self.down_columns + 2 * self.hidden
+        tile = int(tile_share * (mlp * self.compute_bytes + mlp_in_fp8)) + self.hidden * self.compute_bytes
+        scores = (self.queries + packed) * self.compute_bytes
+        # Then queries, keys, values and the output of attention are free, and the gradient is packed.
+        values = packed - self.queries + 2 * (self.hidden + self.qkv_columns)
+        return stream + max(tile, scores, values * self.compute_bytes + in_fp8 * packed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,13 +294,26 @@ def recomputation(shape: ModelShape, step: Step, *, held_bytes: int, working_byt
 
 def activation_bytes(shape: ModelShape, step: Step, modes: list[Recompute]) -> tuple[int, int]:
     """Return the activations kept at the loss, including the input of the last norm, and their peak in the backward pass."""
-    cost = fast_layer(shape, step).kept()
+    layer = fast_layer(shape, step)
+    cost = layer.kept()
     last = supervised_rows(step) * (shape.hidden * stream_bytes(step) + 4)
-    return step.tokens * kept_by(cost, modes) + last, step.tokens * most_held(cost, modes) + last
+    kept = kept_by(cost, modes)
+    held = most_held(cost, modes)
+    if tile_share(step) < 1 and "full" in modes:
+        held = max(kept, modes.count("full") * cost.full + layer.recomputed())
+    if step.offloads_activations:  # but for two layers on their way, and one that is recomputed
+        held, kept = held - kept + 2 * max(cost.full, kept // shape.num_layers), 0
+    return step.tokens * kept + last, step.tokens * held + last
+
+
+def tile_share(step: Step) -> float:
+    """Return the share of the tokens of a step that the MLP of a recomputed layer computes at a time."""
+    return TILE_TOKENS / step.tokens if step.checkpointing and step.tokens >= 2 * TILE_TOKENS else 1.0
 
 
 def backward_bytes(shape: ModelShape, step: Step) -> int:
-    return step.tokens * fast_layer(shape, step).backward(in_fp8=step.fp8_products)
+    layer = fast_layer(shape, step)
+    return int(step.tokens * layer.backward(in_fp8=step.fp8_products, tile_share=tile_share(step)))
 
 
 def loss_bytes(shape: ModelShape, step: Step) -> int:

@@ -128,7 +128,7 @@ def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
         teacher=step.teacher_bytes if step.teacher_stays else max(0, step.teacher_bytes - in_step),
         gradients=gradients,
         optimizer=optimizer,
-        activations=0 if step.offloads_activations else activations,
+        activations=0 if step.offloads_activations and not step.fast else activations,
         logits=logits,
         buffers=buffers,
         overhead=step.overhead_bytes,
@@ -174,6 +174,9 @@ def weight_bytes(shape: ModelShape, step: Step) -> int:
     new = step.num_new_blocks * block_parameters(shape) if step.method == "llama_pro" else 0
     linear = max(0, shape.num_parameters - shape.embeddings - new)
     dense = step.weight_bits // 8
+    if step.num_shards > 1 and step.method in ("full", "llama_pro"):
+        # The shards of trained weights are stored in fp32, and gathered in 16 bits.
+        new, dense = (0, 4) if step.method == "full" else (new * 4 // dense, dense)
     if step.quantizer != "none":
         return (shape.embeddings + new) * dense + int(linear * _stored_bits(step) / 8)
     frozen = step.method in ("lora", "dora")
@@ -196,7 +199,8 @@ def copy_bytes(step: Step, trained: int) -> int:
 
 
 def _is_trained_in_16_bits(step: Step) -> bool:
-    return step.method in ("full", "llama_pro") and step.weight_bits == 16
+    """Return True if trained 16-bit weights have fp32 copies; shards are stored in fp32 alone."""
+    return step.method in ("full", "llama_pro") and step.weight_bits == 16 and step.num_shards == 1
 
 
 def reference_bytes(step: Step, trained: int) -> int:

@@ -272,8 +272,10 @@ def communication_s(
     replicas = cluster.size // shards
     reduced = 0.0
     if replicas > 1:
-        rate = _rate(speed, cluster, across=cluster.num_nodes > 1)
-        reduced = _ring_s(8 * trained / shards, replicas, rate)
+        across = cluster.num_nodes > 1
+        reduced = collective_s(
+            8 * trained / shards, replicas, speed, num_local=cluster.num_local, across=across
+        )
     if shards == 1:
         return reduced, 0.0
     across = cluster.num_nodes > 1 and shards > cluster.num_local
@@ -281,19 +283,16 @@ def communication_s(
     stored = one_block * shape.num_layers + shape.embeddings * step.width
     moved = 2 * stored + (4 * trained if step.method == "full" else 0)
     latency = 3 * shape.num_layers * LATENCY_S * math.log2(shards)
-    gathered = _ring_s(moved, shards, _rate(speed, cluster, across=across)) + latency
+    gathered = latency + collective_s(moved, shards, speed, num_local=cluster.num_local, across=across)
     return reduced, step.num_micro_batches * gathered
 
 
-def _rate(speed: DeviceSpeed, cluster: Cluster, *, across: bool) -> float:
-    """Return the bytes per second of a collective. Between nodes, data uses all network cards and the links inside."""
+def collective_s(num_bytes: float, size: int, speed: DeviceSpeed, *, num_local: int, across: bool) -> float:
+    """Return the time of a ring of `size` processes. Between nodes, data uses all network cards and the links inside."""
     link = speed.link_gb_s or speed.network_gb_s
-    rate = min(link, speed.network_gb_s * cluster.num_local) if across else link
-    return max(rate, 1e-3) * 1e9 * LINK_SHARE
-
-
-def _ring_s(num_bytes: float, size: int, rate: float) -> float:
-    return num_bytes * (size - 1) / size / rate + LATENCY_S * math.log2(size)
+    rate = min(link, speed.network_gb_s * num_local) if across else link
+    bytes_per_s = max(rate, 1e-3) * 1e9 * LINK_SHARE
+    return num_bytes * (size - 1) / size / bytes_per_s + LATENCY_S * math.log2(size)
 
 
 CACHE_SHARE = 0.6

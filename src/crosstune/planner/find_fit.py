@@ -74,6 +74,19 @@ def make_fit(plan: Plan, options: Options, need: int) -> Fit:
     return Fit(text=f"{' '.join(_flags(options))} ({need / GIB:.1f} GiB)", command=shlex.join(words))
 
 
+def saving_options(plan: Plan, step: Step) -> tuple[dict[str, Any], Step]:
+    """Return the options that save activations at the cost of time alone, and the step with them."""
+    options: dict[str, Any] = {}
+    for change in (*_recompute(step), *_offload(plan, step)):
+        options |= change.options
+        step = replace(step, **change.step)
+    return options, step
+
+
+def flags_text(options: Options) -> str:
+    return " ".join(_flags(options))
+
+
 def _sets(plan: Plan, step: Step) -> Iterator[list[_Change]]:
     """Yield the sets of changes: at most one from each group."""
     groups = [_batch(step), _recompute(step), _offload(plan, step), _optimizer(plan, step)]
@@ -99,10 +112,13 @@ def _recompute(step: Step) -> list[_Change]:
 
 def _offload(plan: Plan, step: Step) -> list[_Change]:
     report = plan.backend
-    if step.offloads_activations or step.fast or report.engine != "torch":
+    if step.offloads_activations or report.engine != "torch":
         return []
     if report.device == "cpu" or report.unified_memory:
         return []
+    if step.fast:  # only the inputs of recomputed layers are worth the way to the host
+        recomputed = {"use_gradient_checkpointing": True, "use_activation_cpu_offload": True}
+        return [_Change(_OFFLOAD, recomputed, {"checkpointing": True, "offloads_activations": True})]
     return [_Change(_OFFLOAD, {"use_activation_cpu_offload": True}, {"offloads_activations": True})]
 
 

@@ -110,13 +110,7 @@ def predict(
     fitted, config = plan.fitted, plan.config
     if fitted is None:
         return None
-    cluster = Cluster(
-        num_nodes=num_nodes,
-        num_local=max(1, plan.world_size // num_nodes),
-        sharding=config.sharding_strategy if plan.engine == "torch" else "ddp",
-    )
-    device = plan.backend.devices[0].name if plan.backend.devices else ""
-    speed = find_speed(device) if not plan.backend.is_torch_cpu else None
+    cluster, speed = cluster_of(plan, num_nodes=num_nodes), speed_of(plan)
     time = None
     if speed is not None:
         row = data.tokens_per_row if data is not None else None
@@ -146,6 +140,20 @@ def predict(
         price_per_hour=price_per_hour,
         fit=find_fit(plan),
     )
+
+
+def cluster_of(plan: Plan, *, num_nodes: int) -> Cluster:
+    return Cluster(
+        num_nodes=num_nodes,
+        num_local=max(1, plan.world_size // num_nodes),
+        sharding=plan.config.sharding_strategy if plan.engine == "torch" else "ddp",
+    )
+
+
+def speed_of(plan: Plan) -> DeviceSpeed | None:
+    """Return the speeds of the plan's device; None if they are unknown."""
+    device = plan.backend.devices[0].name if plan.backend.devices else ""
+    return find_speed(device) if not plan.backend.is_torch_cpu else None
 
 
 def _generation(plan: Plan, data: DataFacts | None, speed: DeviceSpeed | None) -> GenerationPhase | None:

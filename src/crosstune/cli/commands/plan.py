@@ -13,7 +13,13 @@ from crosstune.cli.arguments import (
     print_result,
     read_path_or_name,
 )
-from crosstune.cli.plan_lines import backend_settings, plan_lines, verdict_lines
+from crosstune.cli.plan_lines import (
+    backend_settings,
+    longest_line,
+    plan_lines,
+    rehearsal_lines,
+    verdict_lines,
+)
 from crosstune.config.recipe_spec import trained_name
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
@@ -24,6 +30,7 @@ from crosstune.process.ranks import Ranks
 
 if TYPE_CHECKING:
     from crosstune.planner.predict import Prediction
+    from crosstune.planner.rehearse import Rehearsed
     from crosstune.runs.check_request import RequestCheck
 
 EXAMPLES = """examples:
@@ -33,6 +40,8 @@ EXAMPLES = """examples:
   crosstune plan --machine rtx-3090-x2 --train_type qlora --model_name Qwen/Qwen2.5-14B
   crosstune plan --machine apple-m1-16gb --emulate mps       (also emulate a few steps of that Mac on this machine)
   crosstune plan --machine h200-x8 --nnodes 4 --price_per_hour 30 --sharding_strategy full_shard --train_type full --max_steps 1000
+  crosstune plan --machine rtx-4090 --model_name meta-llama/Llama-2-7b-hf --train_type qlora --longest
+  crosstune plan --machine h100-x8 --nnodes 128 --model_name meta-llama/Llama-3.1-405B --train_type full --rehearse
 
 --machine accepts a report written by `crosstune doctor --json` on another computer, or a profile listed by
 `crosstune plan --machine list`; rtx-4090:48gb changes its memory, and a suffix such as -x8 sets the number of GPUs. The
@@ -50,6 +59,12 @@ def make_parser() -> Parser:
     add("--nnodes", type=at_least(1), default=1, metavar="N", help=nodes)
     price = "price of one node per hour, to predict the cost of the run"
     add("--price_per_hour", type=at_least(0.0), metavar="PRICE", help=price)
+    counted = (
+        "also count a step of one rank on this machine, without its devices: memory, collectives and bytes"
+    )
+    add("--rehearse", action="store_true", help=counted)
+    longest = "also search for the longest row whose step fits"
+    add("--longest", action="store_true", help=longest)
     add("--machine", type=read_path_or_name, metavar="NAME|FILE", help="plan for a different machine")
     return parser
 
@@ -67,6 +82,7 @@ def run(words: Sequence[str]) -> int:
     announce_command("plan", trained_name(config), own.machine or "probing the machine")
     from crosstune.distributed.environment import read_ranks
     from crosstune.planner.gather import may_have_several_devices, with_all_devices
+    from crosstune.planner.longest import find_longest
     from crosstune.planner.predict import predict
     from crosstune.runs.check_request import check_plan
 
@@ -77,10 +93,33 @@ def run(words: Sequence[str]) -> int:
         config = with_all_devices(config, machine=machine)
     plan, checked = check_plan(config, machine=machine, ranks=_cluster(config, machine, own.nnodes))
     prediction = predict(plan, data=checked.data, num_nodes=own.nnodes, price_per_hour=own.price_per_hour)
-    lines = plan_lines(plan, checked, prediction, priced=own.price_per_hour is not None)
-    print_result(plan_to_json(plan, checked, prediction), lines, as_json=own.json)
+    found = plan_to_json(plan, checked, prediction)
+    lines = [*plan_lines(plan, checked, prediction, priced=own.price_per_hour is not None)]
+    longest = (
+        find_longest(plan) if own.longest or (prediction is not None and prediction.fit is not None) else None
+    )
+    if own.longest or longest is not None:
+        found |= {"longest_row": longest.to_json() if longest is not None else None}
+        lines.append((longest_line(longest), None))
+    if own.rehearse and not checked.problems:
+        rehearsed = _rehearse(plan, checked, num_nodes=own.nnodes)
+        found |= {"rehearsal": rehearsed.to_json()}
+        lines += rehearsal_lines(plan, rehearsed)
+    print_result(found, lines, as_json=own.json)
     checked.raise_problems()
     return EXIT_DONE
+
+
+def _rehearse(plan: Plan, checked: RequestCheck, *, num_nodes: int) -> Rehearsed:
+    from crosstune.planner.rehearse import rehearse
+
+    return rehearse(
+        plan,
+        num_nodes=num_nodes,
+        folder=checked.model.path if checked.model is not None else None,
+        data=checked.data,
+        on_progress=lambda text: announce_command("rehearse", text),
+    )
 
 
 def run_emulated(config: Config, *, machine: str | None, as_json: bool, with_plan: bool) -> int:

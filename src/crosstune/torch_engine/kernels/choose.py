@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -15,6 +16,8 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import BaseChoice
 from crosstune.estimate.fast_layers import (
+    HOST_SHARE,
+    LONG_ROW,
     FastLayer,
     Recompute,
     attention_bytes,
@@ -88,7 +91,25 @@ def open_decoder(
     if decoder is None:
         return None, base, notes
     decoder.set_recomputation(choose_recomputation(decoder, plan))
+    if (
+        plan.config.use_activation_cpu_offload
+        and device.type != "cpu"
+        and _host_holds_attention(decoder, plan)
+    ):
+        decoder.keeps_from = LONG_ROW
     return decoder, base, describe_decoder(decoder, refused=refused, left_out=left_out)
+
+
+def _host_holds_attention(decoder: FastDecoder, plan: Plan) -> bool:
+    """Return True if host memory has room for the input and the attention of each layer."""
+    tokens = plan.config.batch_size * plan.config.context_length
+    each = (
+        2
+        * tokens
+        * decoder.layers[0][1].gate_up.num_inputs
+        * decoder.inner.embed_tokens.weight.element_size()
+    )
+    return len(decoder.layers) * each <= HOST_SHARE * psutil.virtual_memory().available
 
 
 def decide_base(plan: Plan) -> BaseChoice | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from crosstune.estimate.fast_layers import ACTIVATIONS, Recompute
+from crosstune.estimate.fast_layers import ACTIVATIONS, TILE_TOKENS, Recompute
 from crosstune.torch_engine.kernels import torch_operations
 from crosstune.torch_engine.kernels.attention import Documents, Forks, attends_by_document, prefer_cudnn
 from crosstune.torch_engine.kernels.frozen_weights import QuantizedWeights, Scratch
@@ -18,6 +18,7 @@ from crosstune.torch_engine.kernels.halves import (
     AttentionHalf,
     MLPHalf,
     Pass,
+    Recomputing,
     Stream,
     add_and_normalize,
     run_attention,
@@ -30,6 +31,7 @@ from crosstune.torch_engine.kernels.head_loss import (
     head_token_losses,
     measure_head,
 )
+from crosstune.torch_engine.kernels.long_rows import KeptAttention, run_tiled_mlp
 from crosstune.torch_engine.kernels.operations import Heads, Norm, Operations, has_triton
 from crosstune.torch_engine.kernels.stacked import Publishing, Stacked
 
@@ -66,6 +68,10 @@ class FastDecoder:
         self._publishing = Publishing(list(self.groups().values()))
         self.set_recomputation(recompute)
         self.norm = _read_norm(self.inner.norm)
+        self.tile_tokens = TILE_TOKENS
+        """Tokens of a tile of the MLP of recomputed layers; rows of twice as many are computed in tiles."""
+        self.keeps_from: int | None = None
+        """In rows of this length, recomputed layers keep the output of their attention; None: in no rows."""
         self.drops_padding = all(
             attends_by_document(self.device, dtype, half.window) for half, _ in self.layers
         )
@@ -206,13 +212,18 @@ class FastDecoder:
             total, added = stream
             if added is not None:  # one tensor is kept instead of two
                 total = (total + added).to(total.dtype)
+            tile = self.tile_tokens if len(total) >= 2 * self.tile_tokens else 0
+            is_long = self.keeps_from is not None and given.documents.length >= self.keeps_from
+            kept = KeptAttention() if is_long else None
             found: Stream = checkpoint(
-                lambda total: _run_layer((total, None), layer, given, False),
+                lambda total: _run_layer((total, None), layer, given, False, tile),
                 total,
                 use_reentrant=False,
                 preserve_rng_state=False,
-                context_fn=lambda: (contextlib.nullcontext(), given.recomputing),
+                context_fn=partial(_contexts, given, kept),
             )
+            if kept is not None:
+                kept.hold()
             return found
         return _run_layer(stream, layer, given, recompute == "none")
 
@@ -285,11 +296,36 @@ class FastDecoder:
         )
 
 
-def _run_layer(stream: Stream, layer: Layer, given: Pass, keep: bool) -> Stream:
+def _run_layer(stream: Stream, layer: Layer, given: Pass, keep: bool, tile: int = 0) -> Stream:
     attention, mlp = layer
     with prefer_cudnn(stream[0].device):  # inside, so that a recomputed layer uses the same kernel
         stream = run_attention(stream, attention, given, keep=keep)
+    if tile:
+        return run_tiled_mlp(stream, mlp, given, tile=tile)
     return run_mlp(stream, mlp, given, keep=keep)
+
+
+def _contexts(given: Pass, kept: KeptAttention | None) -> tuple[Any, Any]:
+    """Return the contexts of a recomputed layer: of its forward pass, and of the recomputation."""
+    if kept is None:
+        return contextlib.nullcontext(), given.recomputing
+    return kept.watching(), _Both(given.recomputing, kept)
+
+
+class _Both:
+    """The context of a recomputation with kept attention; entered for each backward pass through the same graph."""
+
+    def __init__(self, recomputing: Recomputing, kept: KeptAttention) -> None:
+        self._recomputing, self._kept = recomputing, kept
+
+    def __enter__(self) -> None:
+        self._recomputing.__enter__()
+        self._replaying = self._kept.replaying()
+        self._replaying.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._replaying.__exit__(*error)
+        self._recomputing.__exit__(*error)
 
 
 def choose_operations(device: torch.device) -> Operations:

@@ -193,7 +193,7 @@ class _MLP(torch.autograd.Function):
     def forward(
         ctx: Any,
         stream: torch.Tensor,
-        added: torch.Tensor,
+        added: torch.Tensor | None,
         half: MLPHalf,
         given: Pass,
         keep: bool,
@@ -216,7 +216,7 @@ class _MLP(torch.autograd.Function):
             out, low_down, product, post_rstd = _product(
                 inner, down, half.post_norm, operations, rows=replace(rows, values=inner)
             )
-        ctx.half, ctx.given, ctx.added = half, given, added.dtype
+        ctx.half, ctx.given, ctx.added = half, given, added.dtype if added is not None else None
         lows = (low if keep else low.contiguous(), low_down.contiguous())
         ctx.save_for_backward(total, rstd, both, *lows, buffer if keep else None, product, post_rstd)
         return total, out

@@ -74,7 +74,7 @@ class Parallel:
         """
         num_turns = -(-len(window) // self.size)
         seeds = self._seeds(len(window)) if self.size > 1 else []
-        after = export_random(self.device)
+        after = export_random(self.device) if seeds else {}
         for turn in range(num_turns):
             index = turn * self.size + self.rank
             counts = index < len(window)
