@@ -25,7 +25,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing crosstune and its libraries into $(VENV) (a few minutes the first time)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e '.[torch,mlx,gguf,llamacpp,peft,bnb,hqq,quanto,data,latents,sweep,ui,test,dev]'
+		-e '.[torch,mlx,gguf,llamacpp,peft,bnb,hqq,quanto,data,latents,vision,sweep,ui,test,dev]'
 	touch $@
 
 demo: setup

@@ -57,7 +57,8 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> 
     source = open_source(str(write(tmp_path / f"data{suffix}", ROWS)))
     assert rows_of(source) == ROWS
     uniform = split_by_format(source, asked="auto", columns={})
-    assert pick_rows(uniform, [2, 0]) == [(ROWS[0], "prompt_completion"), (ROWS[2], "prompt_completion")]
+    picked = [(ROWS[0], "prompt_completion", tmp_path), (ROWS[2], "prompt_completion", tmp_path)]
+    assert pick_rows(uniform, [2, 0]) == picked
     assert [done for _, _, done in source.rows()][-1] <= source.size_bytes
 
 
@@ -268,7 +269,9 @@ def test_conversations_that_make_no_sense(messages: list[tuple[str, Any]], words
 
 def test_images_and_mixed_formats_are_refused() -> None:
     with pytest.raises(UserError, match="not text: image"):
-        detect_format({"image": {"bytes": b"x"}, "text": "a"}, asked="auto", source="x")
+        to_conversation({"image": {"bytes": b"x"}, "text": "a"}, "text")
+    with pytest.raises(UserError, match="not text: video"):
+        detect_format({"video": "a.mp4", "text": "a"}, asked="auto", source="x")
     with pytest.raises(UserError, match=r"(?s)looks like alpaca.*--dataset_format alpaca .* one format"):
         to_conversation({"instruction": "a", "output": "b"}, "messages")
     with pytest.raises(UserError, match=r"(?s)no turns .*### Human:.*--dataset_format text"):

@@ -246,6 +246,8 @@ class SampleRow(_SampleTexts, total=False):
     """The states of the answer while it was generated, if the recipe records them."""
     score: float
     """The reward of the answer, if the recipe has rewards."""
+    pictures: list[str]
+    """Thumbnails of the prompt's pictures, as data URIs."""
 
 
 @dataclass(frozen=True, kw_only=True)

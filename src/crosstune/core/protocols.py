@@ -90,6 +90,8 @@ class Sample:
     """The states of the answer while it was generated."""
     score: float | None = None
     """The reward of the answer."""
+    pictures: Sequence[str] = ()
+    """Thumbnails of the prompt's pictures, as data URIs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,8 +50,8 @@ class RunData:
     skipped: Sequence[str] = ()
     """Rows that cannot be read, as JSON text: file, line and reason."""
     held_out: Corpus | None = None
-    held_out_rows: Sequence[tuple[Row, str]] = ()
-    """The rows of the held-out examples, and their formats."""
+    held_out_rows: Sequence[tuple[Row, str, Path | None]] = ()
+    """The rows of the held-out examples, their formats and the folders of their files."""
     mixture: Mixture | None = None
     sources: Sequence[dict[str, Any]] = ()
     """The fraction of an epoch from each source."""
@@ -251,7 +251,7 @@ class DataOpener:
             held_out_rows=self._rows(read.source, held_out) if held_out is not None else (),
         )
 
-    def _open_evaluation(self, names: str) -> list[tuple[Corpus, Sequence[tuple[Row, str]]]]:
+    def _open_evaluation(self, names: str) -> list[tuple[Corpus, Sequence[tuple[Row, str, Path | None]]]]:
         """Open the sources of --eval_dataset; their own held-out split if they have one."""
         entries = unweighted(names, option="eval_dataset")
         opened = []
@@ -263,13 +263,15 @@ class DataOpener:
                 )
         return opened
 
-    def _evaluated(self, source: Source, *, most: int) -> tuple[Corpus, Sequence[tuple[Row, str]]]:
+    def _evaluated(
+        self, source: Source, *, most: int
+    ) -> tuple[Corpus, Sequence[tuple[Row, str, Path | None]]]:
         corpus = self._corpus(source, limit=most)[0].part(_first(most))
         if self.config.dedup:
             corpus = corpus.without(np.empty(0, dtype=np.uint64), shown=self._across_sources)
         return corpus, self._rows(source, corpus)
 
-    def _rows(self, source: Source, corpus: Corpus) -> list[tuple[Row, str]]:
+    def _rows(self, source: Source, corpus: Corpus) -> list[tuple[Row, str, Path | None]]:
         return pick_rows(self._uniform(source), corpus.rows().tolist())
 
     def _uniform(self, source: Source) -> list[Source]:

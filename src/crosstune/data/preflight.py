@@ -19,7 +19,7 @@ from crosstune.data.named_datasets import BUNDLED, DUMMY
 from crosstune.data.read.columns import Columns, check_columns, split_by_format
 from crosstune.data.read.dataset_list import parse_dataset, unweighted
 from crosstune.data.read.formats import has_empty_answer, to_conversation
-from crosstune.data.read.sources import Source, open_source, row_error
+from crosstune.data.read.sources import Source, folder_of, open_source, row_error
 from crosstune.data.render.rendering import encode_conversation, prompt_mismatch
 from crosstune.data.tokens.corpus import Corpus
 from crosstune.data.tokens.encode import Encoder, check_any_answer
@@ -198,10 +198,11 @@ class RowChecker:
                 num_bad += 1
                 continue
             try:
-                conversation = to_conversation(found.row, source.form)
                 if encoder is None:
-                    num_empty += has_empty_answer(conversation)
-                elif encoder.has_empty_answer(conversation, found.row):
+                    num_empty += has_empty_answer(to_conversation(found.row, source.form, no_pictures=""))
+                    continue
+                conversation, _ = encoder.read(found.row, folder_of(part), decode=False)
+                if encoder.has_empty_answer(conversation, found.row):
                     num_empty += 1
                 else:
                     encoder.render(conversation, found.row)

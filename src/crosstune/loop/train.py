@@ -61,6 +61,8 @@ def _sample_row(sample: Sample) -> SampleRow:
     row = SampleRow(prompt=sample.prompt, answer=sample.answer, reference=sample.reference)
     if sample.score is not None:
         row["score"] = sample.score
+    if sample.pictures:
+        row["pictures"] = list(sample.pictures)
     return row | {"frames": list(sample.frames)} if sample.frames else row
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from crosstune.config.load import cache_override
 from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec
 from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, Observer, Observers
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.core.weights import averaged
@@ -41,12 +42,14 @@ from crosstune.data.preflight import (
 )
 from crosstune.data.read.columns import parse_columns
 from crosstune.data.read.files import Row
-from crosstune.data.read.formats import to_conversation, tools_of
+from crosstune.data.read.formats import tools_of
 from crosstune.data.read.in_memory import name_in_memory
+from crosstune.data.read.pictures import IN_TEXT, WRITTEN, Picture, thumbnail
 from crosstune.data.render.built_in_templates import plain_template, read_template
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.data.render.types import NO_LOSS
 from crosstune.data.tokens.corpus import Corpus
+from crosstune.data.tokens.encode import Encoder
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.adapter_files import has_trained_template, replace_tokenizer, save_template
 from crosstune.models.folder import config_shape, longest_context, read_config_json
@@ -63,6 +66,7 @@ class Question:
     text: str
     tokens: list[int]
     reference: str
+    pictures: Sequence[Picture] = ()
 
 
 class TokenRecipe:
@@ -166,10 +170,30 @@ class SftRecipe(TokenRecipe):
         self.data = opener.open()
         self.train = self.corpus = self.data.train
         self.held_out, self.mixture = self.data.held_out, self.data.mixture
+        self.has_pictures = any(
+            (one.store.picture_ends[one.kept] > 0).any()
+            for one in (self.train, self.held_out)
+            if one is not None
+        )
+        self._check_pictures()
         self.questions = _questions(self.data.held_out_rows, self.tokenizer)
         if config.packing:
             self.packed = PackedOrder(
                 self.train.lengths(), capacity=self.train.limit, seed=config.seed, mixture=self.mixture
+            )
+
+    def _check_pictures(self) -> None:
+        """Raise for options that do not work with pictures, or without them."""
+        config = self.config
+        if config.image_pixels is not None and self.tokenizer.vision is None:
+            raise UserError(
+                "--image_pixels has no effect.", why=f"{self.tokenizer.why_no_pictures}.", do="remove it"
+            )
+        if self.has_pictures and config.packing:
+            raise UserError(
+                "--packing does not work with pictures.",
+                why="the positions of a picture's tokens do not restart in a packed row.",
+                do="remove it, and use a larger --batch_size",
             )
 
     def longest_batch(self, size: int) -> TokenBatch:
@@ -180,8 +204,15 @@ class SftRecipe(TokenRecipe):
         return pack_rows([[self.train[place] for place in row] for row in rows], pad_id=pad_id)
 
     def task(self, engine: str) -> Task:
-        module = importlib.import_module(f"crosstune.{engine}_engine.tasks.causal_lm")
-        task: Task = module.CausalLM()
+        if self.has_pictures and engine != "torch":
+            raise UserError(
+                "Rows with pictures do not train on MLX.",
+                why="the MLX engine has language models only.",
+                do="use a torch backend, such as --backend cpu or cuda",
+            )
+        name, kind = ("vision_lm", "VisionLM") if self.has_pictures else ("causal_lm", "CausalLM")
+        module = importlib.import_module(f"crosstune.{engine}_engine.tasks.{name}")
+        task: Task = getattr(module, kind)()
         return task
 
     def micro_batches(self, step: int) -> list[TokenBatch]:
@@ -279,8 +310,10 @@ class SftRecipe(TokenRecipe):
             return []
         assert isinstance(session, Generates), "the task of this recipe generates"
         done = itertools.count(1)
+        more: dict[str, Any] = {"pictures": [one.pictures for one in questions]} if self.has_pictures else {}
         answers = session.sample(
             [question.tokens for question in questions],
+            **more,
             max_new_tokens=self.config.max_new_tokens,
             stop_ids=sorted(self.tokenizer.stop_ids),
             on_answer=lambda _: observer.on_event(Evaluating(done=next(done), total=len(questions))),
@@ -290,6 +323,7 @@ class SftRecipe(TokenRecipe):
                 prompt=question.text,
                 answer=self.tokenizer.decode(answer.content).strip(),
                 reference=question.reference,
+                pictures=[thumbnail(picture) for picture in question.pictures],
             )
             for question, answer in zip(questions, answers, strict=True)
         ]
@@ -348,6 +382,8 @@ def open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
         if shape is not None:
             tokenizer.check_fits(shape.vocab, source=config.tokenizer)
     tokenizer = replace(tokenizer, data_rules=config.data_rules)
+    if config.recipe == "sft":
+        tokenizer = tokenizer.with_vision(model_folder, pixels=config.image_pixels)
     if config.chat_template is None:
         return tokenizer
     template = read_template(config.chat_template, adds_bos=tokenizer.adds_bos)
@@ -368,10 +404,10 @@ def reporting(
         yield batch
 
 
-def _questions(rows: Sequence[tuple[Row, str]], tokenizer: Tokenizer) -> list[Question]:
+def _questions(rows: Sequence[tuple[Row, str, Path | None]], tokenizer: Tokenizer) -> list[Question]:
     questions = []
-    for row, form in rows:
-        conversation = to_conversation(row, form)
+    for row, form, folder in rows:
+        conversation, pictures = Encoder(tokenizer=tokenizer, form=form, whole=False).read(row, folder)
         if isinstance(conversation, str) or conversation[-1]["role"] != "assistant":
             continue
         if NO_LOSS in conversation[-1]:
@@ -382,8 +418,8 @@ def _questions(rows: Sequence[tuple[Row, str]], tokenizer: Tokenizer) -> list[Qu
         text = asked[0]["content"]
         if len(asked) > 1:
             text = "\n".join(f"{message['role']}: {message['content']}" for message in asked)
-        tokens = encode_prompt(asked, tokenizer, tools=tools_of(row))
-        questions.append(Question(text, tokens, reference))
+        tokens = encode_prompt(asked, tokenizer, tools=tools_of(row), pictures=pictures)
+        questions.append(Question(text.replace(IN_TEXT, WRITTEN), tokens, reference, pictures))
     return questions
 
 

@@ -21,6 +21,8 @@ MAX_DURING = 2
 MAX_PROMPTS = 40
 MAX_CHARACTERS = 6000
 MAX_FRAMES = 200
+MAX_PICTURES = 16
+_PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]{1,65536}")
 MAX_WORDS = 600
 """Longer texts are not compared: the time is quadratic."""
 _WORDS = re.compile(r"\s+|\w+|[^\w\s]")
@@ -57,6 +59,8 @@ class SampleRow:
     prompt: str
     reference: str
     answers: list[Answer]
+    pictures: list[str] = field(default_factory=list)
+    """Data URIs."""
 
 
 class SampleColumn(NamedTuple):
@@ -158,7 +162,14 @@ def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]], compares: 
         score = number(sample.get("score"))
         reward = f"reward {show_number(score).text}" if score is not None else ""
         answers.append(Answer(text=_cut(text), mark=mark, frames=frames, score=reward))
-    return SampleRow(prompt=_cut(key[0]), reference=_cut(reference), answers=compare_answers(answers))
+    shown = next((listed(each.get("pictures")) for each in samples if each and each.get("pictures")), [])
+    pictures = [one for one in shown[:MAX_PICTURES] if isinstance(one, str) and _PICTURE.fullmatch(one)]
+    return SampleRow(
+        prompt=_cut(key[0]),
+        reference=_cut(reference),
+        answers=compare_answers(answers),
+        pictures=pictures,
+    )
 
 
 def compare_answers(answers: Sequence[Answer]) -> list[Answer]:

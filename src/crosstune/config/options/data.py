@@ -12,6 +12,7 @@ from crosstune.config.conditions import (
     HELD_OUT_BY_FRACTION,
     NO_SKIP_EVAL,
     ROWS_WITH_FORMATS,
+    SFT,
     STREAMED_LOADING,
     TORCH_ENGINE,
     WITH_ROWS,
@@ -99,6 +100,14 @@ class DataOptions:
         "Handling of examples longer than context_length: stop with an error, cut the end, drop the example, or split it "
         "(plain text only, the default for .txt files)",
         choices=("error", "cut", "drop", "split"),
+    )
+    image_pixels: int | None = _option(
+        None,
+        "Maximum number of pixels of a picture, for vision-language models; larger ones are scaled down; unset: the limit of the model's "
+        "processor",
+        low=16,
+        high=64_000_000,
+        needs=(SFT,),
     )
     packing: bool = option(False, "Pack multiple examples into one row, without attention between them")
     train_on_prompt: bool = _option(

@@ -17,6 +17,7 @@ from crosstune.config.conditions import (
     QUANTIZED_BASE,
     QUANTIZING_TRAIN_TYPE,
     SCALES_BY_GROUP,
+    SFT,
     TORCH_ENGINE,
     TRAIN_TYPE_PARTS,
 )
@@ -116,6 +117,18 @@ class MethodOptions:
         False,
         "Train the routers of a mixture of experts in full next to the adapters, and save them with the adapter",
         on_resume=OnResume.ADAPTER,
+    )
+    train_vision_tower: bool = option(
+        False,
+        "Train the tower that reads pictures too: with adapters on its layers, or in full with --train_type full",
+        on_resume=OnResume.ADAPTER,
+        needs=(SFT, TORCH_ENGINE),
+    )
+    train_projector: bool = option(
+        False,
+        "Train the projector from the tower to the language model in full; it is saved with the adapter",
+        on_resume=OnResume.ADAPTER,
+        needs=(SFT, TORCH_ENGINE),
     )
     add_tokens: str | None = option(
         None,

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.data.read.pictures import Picture
+
 IGNORED = -100
 """The target of a position without loss."""
 
@@ -31,6 +33,7 @@ class Example:
     supervised: NDArray[np.bool_]
     index: int
     """The index of its row in the dataset."""
+    pictures: Sequence[Picture] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,8 @@ class TokenBatch:
     noise_keys: NDArray[np.uint32] | None = None
     """Only with --neftune_alpha, for training: see `add_noise`."""
     noise_scales: NDArray[np.float32] | None = None
+    pictures: Sequence[Picture] = ()
+    """The pictures of the rows, in the order of their tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -116,7 +121,10 @@ def pack_rows(rows: Sequence[Sequence[Example]], *, pad_id: int) -> TokenBatch:
             positions[number, start:end] = np.arange(end - start)
             start = end
         positions[number, start:] = np.arange(width - start)
-    return TokenBatch(input_ids=input_ids, targets=targets, segments=segments, positions=positions)
+    pictures = [picture for row in rows for example in row for picture in example.pictures]
+    return TokenBatch(
+        input_ids=input_ids, targets=targets, segments=segments, positions=positions, pictures=pictures
+    )
 
 
 def split_packed(rows: Sequence[Sequence[Example]], *, batch_size: int, pad_id: int) -> Iterator[TokenBatch]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
 from crosstune.data.read.files import FilePart
 from crosstune.data.read.files import Row as FileRow
 from crosstune.data.read.formats import COLUMNS, OPTIONAL_COLUMNS, Row, detect_format, fitting_formats
-from crosstune.data.read.sources import Part, Source, rename
+from crosstune.data.read.sources import Part, Source, folder_of, rename
 
 TARGETS = tuple(dict.fromkeys([*(name for names in COLUMNS.values() for name in names), *OPTIONAL_COLUMNS]))
 """The columns that a format reads."""
@@ -94,10 +95,12 @@ def _no_rows(source: Source, unreadable: Sequence[Part]) -> UserError:
     )
 
 
-def pick_rows(sources: Sequence[Source], indices: Collection[int]) -> list[tuple[FileRow, str]]:
-    """Return the rows with these indices, counted across all sources, and their formats. Stop after the last."""
+def pick_rows(sources: Sequence[Source], indices: Collection[int]) -> list[tuple[FileRow, str, Path | None]]:
+    """Return the rows with these indices, counted across all sources, their formats and folders. Stop after the last."""
     wanted, last = set(indices), max(indices, default=-1)
-    rows = ((found.row, source.form) for source in sources for _, found, _ in source.rows())
+    rows = (
+        (found.row, source.form, folder_of(part)) for source in sources for part, found, _ in source.rows()
+    )
     return [row for index, row in enumerate(islice(rows, last + 1)) if index in wanted]
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.data.read.pictures import COLUMNS as PICTURE_COLUMNS
+from crosstune.data.read.pictures import IN_TEXT, PICTURES, picture_parts, place_pictures
 from crosstune.data.render.types import EXCLUDED, NO_LOSS, REASONING_KEYS
 from crosstune.files.json_files import parse_json
 
@@ -59,14 +61,15 @@ ROLE_ALIASES: Mapping[str, str] = {
     "observation": "tool",
 }
 _EMPTY: tuple[Any, ...] = (None, "", [])
-_IMAGE_COLUMNS = ("image", "images", "pixel_values", "video", "audio")
+_MEDIA_COLUMNS = ("pixel_values", "video", "audio")
+TEXT_ONLY = "this recipe reads text only"
 _NAME_COLUMNS = "specify the columns to read with --columns, as in --columns query=prompt,reply=completion"
 _GUANACO_TURNS = {"### Human:": "user", "### Assistant:": "assistant"}
 
 
 def detect_format(first: Row, *, asked: str, source: str) -> str:
     """Return the requested format, or detect it from the columns of the first row."""
-    _check_media(first, what=source)
+    _check_media(first, what=source, no_pictures="")
     if asked != "auto":
         return asked
     found = fitting_formats(first)
@@ -78,13 +81,18 @@ def detect_format(first: Row, *, asked: str, source: str) -> str:
     return found[0]
 
 
-def to_conversation(row: Row, form: str) -> Conversation:
-    """Return the messages of a row, or its text for the format without turns. A missing answer becomes an empty answer."""
-    _check_media(row, what="It")
+def to_conversation(row: Row, form: str, *, no_pictures: str = TEXT_ONLY) -> Conversation:
+    """Return the messages of a row, or its text for the format without turns. A missing answer becomes an empty answer.
+
+    `no_pictures` says why pictures cannot be read; if it is empty, messages have the references of their pictures."""
+    _check_media(row, what="It", no_pictures=no_pictures)
     _check_columns(row, form)
     if form in WITHOUT_TURNS:
+        _check_media(row, what="It", no_pictures="pictures belong to a message, and this format has none")
         return _answer(row, "text")
-    turns = _turns(row, form)
+    turns = _turns(row, form, no_pictures)
+    if not no_pictures:
+        turns = place_pictures(turns, row)
     column = _system_column(row)
     if column is not None and turns[0]["role"] not in ("system", "developer"):
         turns = [{"role": "system", "content": _text(row, column)}, *turns]
@@ -101,7 +109,9 @@ def unused_columns(row: Row, form: str) -> set[str]:
     """Return the non-empty columns that are not read, and such keys of messages as `messages.key`."""
     used = {*_needed(form), *_MORE_COLUMNS.get(form, ())}
     if form not in WITHOUT_TURNS:
-        used |= {TOOLS_COLUMN} | ({column} if (column := _system_column(row)) is not None else set())
+        used |= {TOOLS_COLUMN, *PICTURE_COLUMNS} | (
+            {column} if (column := _system_column(row)) is not None else set()
+        )
     unused = {str(name) for name, value in row.items() if name not in used and value not in _EMPTY}
     lists = [] if form in WITHOUT_TURNS else [(name, _listed(row[name])) for name in _needed(form)]
     return unused | {
@@ -121,11 +131,11 @@ def turn_keys(conversation: Conversation) -> set[str]:
     return {key for turn in conversation for key in turn if isinstance(turn, dict) and key in TURN_KEYS}
 
 
-def _turns(row: Row, form: str) -> list[Turn]:
+def _turns(row: Row, form: str, no_pictures: str) -> list[Turn]:
     if form in ("messages", "sharegpt"):
-        return as_messages(row[_needed(form)[0]])
+        return as_messages(row[_needed(form)[0]], no_pictures=no_pictures)
     if form == "prompt_completion":
-        return _prompt_and_completion(row)
+        return _prompt_and_completion(row, no_pictures)
     if form in ("alpaca", "question_answer"):
         names = ("instruction", "input") if form == "alpaca" else ("context", "question")
         parts = [_text(row, name) for name in names if name in _needed(form) or row.get(name)]
@@ -150,16 +160,16 @@ def has_empty_answer(
     return False
 
 
-def as_messages(value: Any) -> list[Turn]:
+def as_messages(value: Any, *, no_pictures: str = TEXT_ONLY) -> list[Turn]:
     """Return a conversation as messages with role, content and `TURN_KEYS`; raise a UserError when it is not valid."""
-    messages = [_message(item) for item in _parsed_list(value, "A conversation")]
+    messages = [_message(item, no_pictures) for item in _parsed_list(value, "A conversation")]
     if not messages:
         raise UserError("A conversation must contain messages.")
     _check_order([message["role"] for message in messages])
     return messages
 
 
-def _message(item: Any) -> Turn:
+def _message(item: Any, no_pictures: str) -> Turn:
     """Return a message. The role may be under `from`, and the content under `value`, as in ShareGPT."""
     if isinstance(item, Mapping):
         item = dict(item)
@@ -178,14 +188,19 @@ def _message(item: Any) -> Turn:
     if role not in ROLES:
         known = ", ".join((*ROLES, *ROLE_ALIASES))
         raise UserError(f"Unknown role '{item['role']}'.", do=f"the roles are: {known}")
-    content = item.get("content")
+    content: Any = item.get("content")
     if content is None and role == "assistant":
         content = ""
+    pictures: list[Any] = []
     if isinstance(content, list):
-        content = "".join(_text_part(part) for part in content)
-    if not isinstance(content, str):
+        if no_pictures:
+            content = "".join(_text_part(part, no_pictures) for part in content)
+        else:
+            content, pictures = picture_parts(content)
+    if not isinstance(content, str) or content.count(IN_TEXT) != len(pictures):
         raise UserError("The content of a message must be text.", why=f"found {_short(content)}")
-    more = {key: item[key] for key in TURN_KEYS if item.get(key) not in _EMPTY}
+    more: dict[str, Any] = {PICTURES: pictures} if pictures else {}
+    more |= {key: item[key] for key in TURN_KEYS if item.get(key) not in _EMPTY}
     if "tool_calls" in more:
         more["tool_calls"] = _parsed_list(more["tool_calls"], "tool_calls")
     if role == "assistant" and not _carries_loss(item):
@@ -212,10 +227,10 @@ def _flag(value: Any) -> bool | None:
     return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
 
-def _text_part(part: Any) -> str:
+def _text_part(part: Any, no_pictures: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise UserError("The content of a message must be text.", why=f"found {_short(part)}")
+    raise UserError("The content of a message must be text.", why=f"found {_short(part)}; {no_pictures}.")
 
 
 def _check_order(roles: list[str]) -> None:
@@ -264,12 +279,13 @@ def _system_column(row: Row) -> str | None:
     return next((name for name in SYSTEM_COLUMNS if row.get(name) not in (None, "")), None)
 
 
-def _check_media(row: Row, *, what: str) -> None:
-    media = [name for name in _IMAGE_COLUMNS if row.get(name) not in _EMPTY]
+def _check_media(row: Row, *, what: str, no_pictures: str) -> None:
+    columns = (*PICTURE_COLUMNS, *_MEDIA_COLUMNS) if no_pictures else _MEDIA_COLUMNS
+    media = [name for name in columns if row.get(name) not in _EMPTY]
     if media:
         raise UserError(
             f"{what} has columns that are not text: {', '.join(media)}.",
-            why="this recipe reads text only.",
+            why=f"{no_pictures or 'video and audio are not read'}.",
             do="use a text dataset, or remove these columns",
         )
 
@@ -296,7 +312,7 @@ def _one_turn(prompt: str, answer: str) -> list[Turn]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
-def _prompt_and_completion(row: Row) -> list[Turn]:
+def _prompt_and_completion(row: Row, no_pictures: str) -> list[Turn]:
     """Return the turns of a prompt and its completion, each a string or a list of messages. Only the completion carries
     loss, not the answers in the prompt."""
     prompt, completion = _listed(row["prompt"]), _listed(row["completion"])
@@ -306,7 +322,7 @@ def _prompt_and_completion(row: Row) -> list[Turn]:
         prompt = [{"role": "user", "content": _text(row, "prompt")}]
     if not isinstance(completion, list):
         completion = [{"role": "assistant", "content": _answer(row, "completion")}]
-    turns = as_messages([*prompt, *completion])
+    turns = as_messages([*prompt, *completion], no_pictures=no_pictures)
     if not any(turn["role"] == "assistant" for turn in turns[len(prompt) :]):
         raise UserError("The completion has no assistant message.")
     return [

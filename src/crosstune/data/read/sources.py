@@ -150,6 +150,11 @@ Part = FilePart | HubPart | RowsPart
 """One file or split of a source, read sequentially."""
 
 
+def folder_of(part: Part) -> Path | None:
+    """Return the folder of a data file, in which its pictures are; None for other data."""
+    return part.path.parent if isinstance(part, FilePart) else None
+
+
 def row_error(error: UserError, part: Part, number: int) -> UserError:
     """Return an error about a row that begins with the file and the row's number."""
     return UserError(f"{part.place(number)}: {error.message}", why=error.why, do=error.do)

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from crosstune.core.errors import UserError
+from crosstune.data.read.pictures import as_parts
 from crosstune.data.render.template_marks import Generation, Marks, extract_marks
 from crosstune.data.render.types import (
     NO_LOSS,
@@ -61,8 +62,11 @@ class ChatTemplate:
         self._num_characters = len(source)
         self.marks_answers = "endgeneration" in source
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> tuple[str, Marks]:
-        """Return the text, with its marked spans and the spans of each message."""
+    def render(
+        self, messages: Sequence[Message], *, picture: tuple[str, str] = ("", ""), **variables: Any
+    ) -> tuple[str, Marks]:
+        """Return the text, with its marked spans and the spans of each message. The first text of `picture` is replaced by
+        the second."""
         shown = [_with_reasoning(message) for message in messages]
         size = len(repr(variables.get("tools")))
         size += sum(len(str(value)) for message in shown for value in message.values())
@@ -75,7 +79,8 @@ class ChatTemplate:
             if total > most:
                 raise Rejected(f"it writes more than {most:,} characters for a conversation of {size:,}")
             pieces.append(piece)
-        return extract_marks("".join(pieces))
+        text = "".join(pieces)
+        return extract_marks(text.replace(*picture) if picture[0] else text)
 
 
 load_template = lru_cache(maxsize=16)(ChatTemplate)
@@ -114,7 +119,8 @@ def render_text(
     template = _template(tokenizer)
     try:
         return template.render(
-            messages,
+            [as_parts(message) for message in messages] if tokenizer.reads_parts else messages,
+            picture=tokenizer.picture,
             add_generation_prompt=add_generation_prompt,
             leading_bos=tokenizer.leading_bos,
             # Passed even when None, as in transformers: a template may test them.

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.data.batches.token_batch import IntArray
+from crosstune.data.read.pictures import Picture
 from crosstune.data.render.types import Rendered
 from crosstune.data.tokens.tokenizer import Tokenizer
 
@@ -26,6 +27,9 @@ class Encoded(NamedTuple):
     supervised: NDArray[np.bool_]
     joined: str = ""
     """A token with the end of a prompt and the beginning of its answer that cannot be split."""
+    pictures: tuple[Picture, ...] = ()
+    picture_end: int = 0
+    """The place after the last token of a picture."""
 
 
 def encode_rendered(

@@ -6,8 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import Example
+from crosstune.data.read.pictures import Picture
 from crosstune.data.render.answer_spans import (
     OPENED_REASONING,
     effective_extras,
@@ -16,7 +19,8 @@ from crosstune.data.render.answer_spans import (
     opens_reasoning,
     render_text,
 )
-from crosstune.data.render.encoding import begins_with, encode_rendered
+from crosstune.data.render.encoding import Encoded, begins_with, encode_rendered
+from crosstune.data.render.picture_tokens import expand_pictures
 from crosstune.data.render.template_marks import Marks
 from crosstune.data.render.types import EXCLUDED, NO_LOSS, ChatTokens, Message, Rendered, Span, Tools
 from crosstune.data.tokens.tokenizer import Tokenizer
@@ -110,20 +114,32 @@ def encode_conversation(
     return Example(tokens=found.tokens, supervised=found.supervised, index=index)
 
 
-def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, tools: Tools = None) -> list[int]:
+def encode_prompt(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    *,
+    tools: Tools = None,
+    pictures: Sequence[Picture] = (),
+) -> list[int]:
     """Tokenize a conversation with the generation prompt, its earlier answers as in a training row."""
+    encoded = _encode_prompt(messages, tokenizer, tools=tools)
+    return expand_pictures(encoded, pictures, tokenizer).tokens.tolist()
+
+
+def _encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, tools: Tools) -> Encoded:
     text = render(messages, tokenizer, add_generation_prompt=True, tools=tools)
     encoding = tokenizer.encode(text)
+    whole = Encoded(np.asarray(encoding.ids, dtype=np.int32), np.zeros(len(encoding.ids), dtype=np.bool_))
     if not any(message["role"] == "assistant" for message in messages):
-        return list(encoding.ids)
+        return whole
     try:
         told = render_conversation(messages, tokenizer, whole=False, tools=tools)
     except UserError:  # the template rejects the conversation without the prompt, or changes the answers
-        return list(encoding.ids)
+        return whole
     ends = [end for end in told.prompt_ends if text.startswith(told.text[:end])]
     history = Rendered(text=text, spans=(), prompt_ends=ends)
     compare_all = prompts_change_tokens(tokenizer)
-    return encode_rendered(history, encoding, tokenizer, compare_all=compare_all).tokens.tolist()
+    return encode_rendered(history, encoding, tokenizer, compare_all=compare_all)
 
 
 def prompts_change_tokens(tokenizer: Tokenizer) -> bool:

@@ -36,6 +36,10 @@ class ChatTokens:
     leading_bos: str = ""
     special: tuple[str, ...] = ()
     """The texts of all special tokens."""
+    reads_parts: bool = False
+    """True for a vision-language model, whose template reads contents as lists of parts."""
+    picture: tuple[str, str] = ("", "")
+    """The template's text for a picture, and the text that the family writes in its place."""
     stop_tokens: tuple[str, ...] = ()
     """The texts of the tokens at which the model stops, longest first."""
 
@@ -52,5 +56,7 @@ class Rendered:
     """End positions of the prompts before the answers."""
     lacks_reasoning: bool = False
     """The generation prompt opens the reasoning, and no answer begins with it."""
+    pictures: Sequence[Any] = ()
+    """The pictures of the conversation, in order."""
     effective_extras: frozenset[str] = frozenset()
     """The tested extra keys that change the text."""

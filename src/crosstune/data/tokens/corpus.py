@@ -48,7 +48,12 @@ class Corpus:
         number = int(self.kept[place])
         first = max(int(self.pieces[place]), 0) if self.pieces is not None else 0
         tokens, supervised = self.store.read(number, limit=self.limit, first=first)
-        return Example(tokens=tokens, supervised=supervised, index=int(self.store.rows[number]))
+        return Example(
+            tokens=tokens,
+            supervised=supervised,
+            index=int(self.store.rows[number]),
+            pictures=self.store.pictures_of(number),
+        )
 
     def __iter__(self) -> Iterator[Example]:
         return (self[place] for place in range(len(self)))
@@ -76,6 +81,25 @@ class Corpus:
             "cut_examples": cut,
             "cut_tokens": int((full - lengths).sum()),
             "dropped_examples": self.dropped,
+            **self._picture_stats(),
+        }
+
+    def _picture_stats(self) -> dict[str, Any]:
+        """Return the number of pictures, their tokens and the range of their sizes; nothing for text."""
+        found = [
+            one
+            for place in np.flatnonzero(self.store.picture_ends[self.kept]).tolist()
+            for one in self.store.pictures_of(int(self.kept[place]))
+        ]
+        if not found:
+            return {}
+        sizes = sorted((one.width * one.height, f"{one.width} x {one.height}") for one in found)
+        return {
+            "pictures": len(found),
+            "picture_tokens": sum(one.tokens for one in found),
+            "smallest_picture": sizes[0][1],
+            "largest_picture": sizes[-1][1],
+            "animated_pictures": sum(one.animated for one in found),
         }
 
     def full_lengths(self) -> NDArray[np.int64]:
@@ -233,15 +257,17 @@ def fit_context(
         )
     if len(long) and truncation == "cut":
         store = store.cut(context_length)
+        kept = np.flatnonzero((lengths <= context_length) | (store.picture_ends <= context_length))
     if len(long) and truncation == "split":
         kept, pieces = _split(lengths, context_length)
     if len(long) and truncation == "drop":
         kept = np.flatnonzero(lengths <= context_length)
-        if not len(kept):
-            raise UserError(
-                f"Every example of {source} is longer than {context_length} tokens.",
-                do=how_to_fit(int(lengths.min()), model_limit, ways=others),
-            )
+    if not len(kept) and len(store):
+        raise UserError(
+            f"Every example of {source} is longer than {context_length} tokens.",
+            why="pictures are never cut." if truncation == "cut" else "",
+            do=how_to_fit(int(lengths.min()), model_limit, ways=others),
+        )
     return Corpus(
         store=store,
         kept=kept,

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,10 @@ from crosstune.data.read.formats import (
     turn_keys,
     unused_columns,
 )
-from crosstune.data.read.sources import Part, Source, row_error, skipped_row
+from crosstune.data.read.pictures import Picture, open_pictures
+from crosstune.data.read.sources import Part, Source, folder_of, row_error, skipped_row
 from crosstune.data.render.encoding import Encoded, encode_rendered
+from crosstune.data.render.picture_tokens import check_texts, expand_pictures
 from crosstune.data.render.rendering import check_characters, prompts_change_tokens, render_conversation
 from crosstune.data.render.types import REASONING_KEYS, Rendered
 from crosstune.data.tokens.store import (
@@ -50,7 +52,7 @@ from crosstune.files.plain_files import NO_ROOM, UnreadableFile, disk_full_reaso
 OnProgress = Callable[[int, int, int], None]
 """Receives the bytes read, the total bytes, and the number of examples so far."""
 
-LAYOUT = 5
+LAYOUT = 6
 """Increase when rows are tokenized differently, so that cached stores are rebuilt."""
 IN_MEMORY_BYTES = 64 << 20
 """Larger sources are tokenized to disk."""
@@ -73,6 +75,20 @@ class Encoder:
     tokenizer: Tokenizer
     form: str
     whole: bool
+
+    def read(
+        self, row: Row, folder: Path | None, *, decode: bool = True
+    ) -> tuple[Conversation, Sequence[Picture]]:
+        """Return the conversation of a row and its checked pictures, whose paths are relative to `folder`."""
+        conversation = to_conversation(row, self.form, no_pictures=self.tokenizer.why_no_pictures)
+        vision = self.tokenizer.vision
+        if vision is None:
+            return conversation, ()
+        if isinstance(conversation, str):
+            check_texts([conversation], vision)
+            return conversation, ()
+        check_texts([turn["content"] for turn in conversation], vision)
+        return conversation, open_pictures(conversation, folder, decode=decode)
 
     def render(self, conversation: Conversation, row: Row, *, extras: Sequence[str] = ()) -> Rendered:
         """Return the text of a row, its supervised spans, and the `extras` that change the text."""
@@ -113,7 +129,11 @@ class Encoder:
             ]
         encodings = self.tokenizer.encode_batch([rendered.text for rendered in texts])
         return [
-            encode_rendered(rendered, encoding, self.tokenizer, compare_all=self._compares_prompts)
+            expand_pictures(
+                encode_rendered(rendered, encoding, self.tokenizer, compare_all=self._compares_prompts),
+                rendered.pictures,
+                self.tokenizer,
+            )
             for encoding, rendered in zip(encodings, texts, strict=True)
         ]
 
@@ -150,23 +170,23 @@ class _Pass:
             self.num_rows += 1
             return found.error
         try:
-            self.add(found.row)
+            self.add(found.row, folder_of(part))
         except UserError as error:
             return row_error(error, part, found.number)
         return None
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Row, folder: Path | None) -> None:
         """Render a row, unless its answer is empty, and submit the batch once it is full."""
         index = self.num_rows
         self.num_rows += 1
-        conversation = to_conversation(row, self.encoder.form)
+        conversation, pictures = self.encoder.read(row, folder)
         if len(self.unused) < _MAX_COLUMNS_NAMED:
             self.unused |= unused_columns(row, self.encoder.form)
         if self.encoder.has_empty_answer(conversation, row):
             self.num_empty += 1
             return
         extras = self._extras_to_try(row, conversation)
-        rendered = self.encoder.render(conversation, row, extras=extras)
+        rendered = replace(self.encoder.render(conversation, row, extras=extras), pictures=pictures)
         self.rendered_extras |= rendered.effective_extras
         self.num_unlocated += rendered.num_unlocated
         self.num_without_reasoning += rendered.lacks_reasoning
@@ -205,7 +225,13 @@ class _Pass:
         batch, encoded = self.pending
         for (row, _), found in zip(batch, encoded.result(), strict=True):
             self.encoder.tokenizer.check_largest(int(found.tokens.max(initial=0)))
-            self.writer.append(found.tokens, found.supervised, row=row)
+            self.writer.append(
+                found.tokens,
+                found.supervised,
+                row=row,
+                pictures=found.pictures,
+                picture_end=found.picture_end,
+            )
             if found.joined and len(self.joined) < _MAX_TOKENS_NAMED:
                 self.joined.add(found.joined)
         self.pending = None
@@ -296,6 +322,8 @@ def tokenize_source(
         "rules": tokenizer.data_rules,
         "rows": limit,
     }
+    if tokenizer.vision is not None:
+        decides["vision"] = repr(tokenizer.vision)
     if source.size_bytes <= in_memory_bytes:
         memory = MemoryWriter()
         store = memory.to_store(encode_source(source, encoder, memory, limit=limit, progress=progress))

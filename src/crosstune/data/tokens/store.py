@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.data.batches.token_batch import IntArray
+from crosstune.data.read.pictures import Picture
 
 _BLOCK_EXAMPLES = 4096
 
@@ -26,6 +28,9 @@ ARRAYS: Mapping[str, str] = {
     "hashes": "<u8",
     "prompts": "<u8",
     "num_supervised": "<i4",
+    "pictures": "|u1",
+    "picture_bytes": "<i8",
+    "picture_ends": "<i8",
 }
 
 
@@ -57,6 +62,11 @@ class TokenStore:
     """Hashes of the tokens before the first supervised token; of all tokens if there are none before it."""
     num_supervised: NDArray[np.int32]
     """Supervised tokens of each example, without its first token, which is never predicted."""
+    pictures: NDArray[np.uint8] | FileArray
+    """The pictures of the examples as JSON; those of example i are `pictures[picture_bytes[i - 1]:picture_bytes[i]]`."""
+    picture_bytes: NDArray[np.int64]
+    picture_ends: NDArray[np.int64]
+    """The place after the last token of a picture in each example; 0 if it has none."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Counts from writing: rows read, rows skipped."""
     cut_hashes: NDArray[np.uint64] | None = None
@@ -72,7 +82,8 @@ class TokenStore:
         hashes, starts = np.array(self.hashes), self.ends - self.lengths()
         for example in np.flatnonzero(self.lengths() > limit):
             first = int(starts[example])
-            hashes[example] = np.frombuffer(_hash(self.tokens[first : first + limit]), dtype="<u8")[0]
+            shown = _hash(self.tokens[first : first + limit], self.pictures_of(int(example)))
+            hashes[example] = np.frombuffer(shown, dtype="<u8")[0]
         return replace(self, cut_hashes=hashes)
 
     def __len__(self) -> int:
@@ -103,6 +114,13 @@ class TokenStore:
         end = min(int(self.ends[example]), start + limit)
         return np.array(self.tokens[start:end]), np.array(self.supervised[start:end])
 
+    def pictures_of(self, example: int) -> tuple[Picture, ...]:
+        """Return the pictures of an example, in order."""
+        start, end = int(self.picture_bytes[example - 1]) if example else 0, int(self.picture_bytes[example])
+        if start == end:
+            return ()
+        return tuple(Picture(**one) for one in json.loads(bytes(self.pictures[start:end])))
+
 
 class JoinedStore:
     """Multiple stores, read as one."""
@@ -117,6 +135,7 @@ class JoinedStore:
         self.rows: NDArray[np.int64] = np.concatenate(
             [store.rows + before for store, before in zip(self.stores, rows_before, strict=False)]
         )
+        self.picture_ends: NDArray[np.int64] = np.concatenate([store.picture_ends for store in self.stores])
         self.facts: Mapping[str, Any] = _sum_facts([store.facts for store in self.stores])
 
     def __len__(self) -> int:
@@ -132,6 +151,10 @@ class JoinedStore:
         number = int(np.searchsorted(self.starts, example, side="right")) - 1
         return self.stores[number].read(example - int(self.starts[number]), limit=limit, first=first)
 
+    def pictures_of(self, example: int) -> tuple[Picture, ...]:
+        number = int(np.searchsorted(self.starts, example, side="right")) - 1
+        return self.stores[number].pictures_of(example - int(self.starts[number]))
+
 
 def _sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the sums of the counts, and all names in the lists."""
@@ -143,8 +166,10 @@ def _sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _hash(tokens: IntArray) -> bytes:
-    return hashlib.blake2b(tokens.astype("<i4", copy=False).tobytes(), digest_size=8).digest()
+def _hash(tokens: IntArray, pictures: Sequence[Picture] = ()) -> bytes:
+    """Return a hash of tokens and of the contents of pictures."""
+    contents = "".join(picture.sha256 for picture in pictures).encode()
+    return hashlib.blake2b(tokens.astype("<i4", copy=False).tobytes() + contents, digest_size=8).digest()
 
 
 class StoreWriter:
@@ -154,17 +179,31 @@ class StoreWriter:
         self.files = files
         self.num_examples = 0
         self.num_tokens = 0
+        self.num_picture_bytes = 0
 
-    def append(self, tokens: IntArray, supervised: NDArray[np.bool_], *, row: int) -> None:
+    def append(
+        self,
+        tokens: IntArray,
+        supervised: NDArray[np.bool_],
+        *,
+        row: int,
+        pictures: Sequence[Picture] = (),
+        picture_end: int = 0,
+    ) -> None:
         self.num_examples += 1
         self.num_tokens += len(tokens)
         self.files["tokens"].write(tokens.astype("<i4", copy=False).tobytes())
         self.files["supervised"].write(supervised.tobytes())
         self.files["ends"].write(self.num_tokens.to_bytes(8, "little"))
         self.files["rows"].write(row.to_bytes(8, "little"))
-        self.files["hashes"].write(_hash(tokens))
-        self.files["prompts"].write(_hash(tokens[: int(supervised.argmax()) or None]))
+        self.files["hashes"].write(_hash(tokens, pictures))
+        self.files["prompts"].write(_hash(tokens[: int(supervised.argmax()) or None], pictures))
         self.files["num_supervised"].write(int(supervised[1:].sum()).to_bytes(4, "little"))
+        written = json.dumps([picture.to_json() for picture in pictures]).encode() if pictures else b""
+        self.num_picture_bytes += len(written)
+        self.files["pictures"].write(written)
+        self.files["picture_bytes"].write(self.num_picture_bytes.to_bytes(8, "little"))
+        self.files["picture_ends"].write(picture_end.to_bytes(8, "little"))
 
 
 class MemoryWriter(StoreWriter):
@@ -198,7 +237,7 @@ def open_store(folder: Path, facts: Mapping[str, Any]) -> TokenStore:
     """Open a store on disk. Tokens and masks are read on access; the per-example arrays are memory-mapped."""
     arrays: dict[str, Any] = {
         name: FileArray(path=folder / f"{name}.bin", kind=kind)
-        if name in ("tokens", "supervised")
+        if name in ("tokens", "supervised", "pictures")
         else np.memmap(folder / f"{name}.bin", dtype=kind, mode="r")
         for name, kind in ARRAYS.items()
     }

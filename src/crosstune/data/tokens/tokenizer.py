@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError, shown
 from crosstune.data.render.types import ChatTokens
 from crosstune.data.tokens.trials import try_tokenizer
+from crosstune.estimate.vision_families import Vision, read_vision
 from crosstune.files.json_fields import (
     NOTHING,
     OBJECT,
@@ -50,7 +51,7 @@ _STRUCTURE = {
 _NAMES = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Tokenizer:
     """The tokenizer of a model: its chat template, its special tokens and the library's tokenizer."""
 
@@ -71,6 +72,10 @@ class Tokenizer:
     template_file: str = ""
     data_rules: int = 3
     """The version of the rules that tokenize training rows: the value of --data_rules."""
+    vision: Vision | None = None
+    """How the model reads pictures."""
+    why_no_pictures: str = "this recipe reads text only"
+    """Empty if pictures are read."""
     num_rows: int | None = None
     """The model's number of embeddings, if its config.json is in the same folder."""
 
@@ -114,6 +119,24 @@ class Tokenizer:
         added = self.rust.get_added_tokens_decoder().items() if self.data_rules > 2 else ()
         return {number: token.content for number, token in added if token.lstrip or token.rstrip}
 
+    def with_vision(self, folder: Path, *, pixels: int | None) -> Tokenizer:
+        """Return a tokenizer that knows the pictures of a model folder, each of at most this many pixels."""
+        found = read_vision(folder)
+        if isinstance(found, str):
+            return replace(self, why_no_pictures=found)
+        family = found.family
+        missing = [
+            text for text in (family.placeholder, family.soft_token) if self.rust.token_to_id(text) is None
+        ]
+        if missing or self.rust.token_to_id(family.soft_token) != found.soft_id:
+            why = (
+                f"its tokenizer lacks {missing[0]}"
+                if missing
+                else "its config names another token for pictures"
+            )
+            return replace(self, why_no_pictures=f"this model's files do not match: {why}")
+        return replace(self, vision=found.limited(pixels), why_no_pictures="")
+
     def check_fits(self, vocab_size: int, *, source: str) -> None:
         """Raise a UserError when a token has no embedding in the model; `source` is the tokenizer's name."""
         highest = max(self.rust.get_vocab(with_added_tokens=True).values())
@@ -139,6 +162,8 @@ class Tokenizer:
             named_tokens=tuple(self.named_tokens.items()),
             leading_bos=self.leading_bos,
             special=self.special,
+            reads_parts=self.vision is not None,
+            picture=_written(self.vision),
             stop_tokens=tuple(sorted(stops, key=lambda text: (-len(text), text))),
         )
 
@@ -193,6 +218,13 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         with _readable_panics("The model's tokenizer"):
             return str(self.rust.decode(list(ids), skip_special_tokens=not keep_special))
+
+
+def _written(vision: Vision | None) -> tuple[str, str]:
+    if vision is None or not vision.family.around:
+        return "", ""
+    text, around = vision.family.placeholder, vision.family.around
+    return text, f"{around}{text}{around}"
 
 
 def _read_tokenizer(folder: Path) -> bytes:
@@ -270,6 +302,10 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> tuple[str | None, 
     try:
         return read_plain_text(file, limit=TEMPLATE_LIMIT), file
     except MissingFile:
+        beside = folder / "chat_template.json"  # of older vision-language models
+        template = read_json(beside, foreign=True).get("chat_template")
+        if isinstance(template, str):
+            return template, beside
         template = settings.get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")

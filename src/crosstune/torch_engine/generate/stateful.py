@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,15 +27,22 @@ def sample_batches(
     earlier: Earlier | None = None,
     on_token: Callable[[int], None] | None,
     on_answer: Callable[[Answer], None] | None,
+    numbers: Sequence[int] | None = None,
+    inputs_of: Callable[[Sequence[int]], Mapping[str, torch.Tensor]] | None = None,
 ) -> list[Answer]:
-    """Return an answer to each prompt, batch by batch."""
+    """Return an answer to each prompt, batch by batch. `inputs_of` returns further inputs for the prompts at these places; then
+    `numbers` counts the equal prompts before each."""
     from transformers import GenerationConfig, LogitsProcessorList
 
-    asked = [
-        (place, number, question)
-        for question in group_equal(prompts, earlier)
-        for number, place in enumerate(question.places)
-    ]
+    asked = (
+        [(place, numbers[place], Question(tuple(prompt), [place])) for place, prompt in enumerate(prompts)]
+        if numbers is not None
+        else [
+            (place, number, question)
+            for question in group_equal(prompts, earlier)
+            for number, place in enumerate(question.places)
+        ]
+    )
     answers: dict[int, Answer] = {}
     for first in range(0, len(asked), MOST_ROWS):
         batch = asked[first : first + MOST_ROWS]
@@ -49,11 +56,13 @@ def sample_batches(
             eos_token_id=list(stop_ids) or None,
             use_cache=True,
         )
+        more = inputs_of([place for place, _, _ in batch]) if inputs_of is not None else {}
         saved, model.generation_config = model.generation_config, settings
         try:
             model.generate(
                 input_ids=ids.to(device),
                 attention_mask=(torch.arange(ids.shape[1]) >= starts).long().to(device),
+                **{name: tensor.to(device) for name, tensor in more.items()},
                 logits_processor=LogitsProcessorList([chosen]),
                 streamer=_Streamer(on_token) if on_token is not None else None,
                 # All ranks of a sharded model must run the same passes, even if rounding ends an answer earlier on one.

@@ -15,6 +15,7 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
 from crosstune.core.weights import principal_factors
+from crosstune.estimate.vision_families import family_of, is_projector, is_tower
 from crosstune.models.adapter_choice import (
     ALL_LAYERS,
     AdapterSettings,
@@ -149,17 +150,44 @@ def adapt(model: nn.Module, plan: Plan, *, autocast: torch.dtype | None) -> dict
 
 
 def saved_parameters(model: nn.Module, plan: Plan, *, adapted: Collection[str]) -> list[str]:
-    """Return the parameters that --modules_to_save and --add_tokens train in full."""
+    """Return the parameters that --modules_to_save, --add_tokens and --train_projector train in full."""
     tied = tied_parameters(model)
     shapes = {name: p.shape for name, p in model.named_parameters() if name not in tied}
     rows = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
-    return choose_saved(
-        list(shapes),
+    projector = _projector(model, plan)
+    return projector + choose_saved(
+        [name for name in shapes if name not in projector],
         saved_modules(plan.config, shapes, max(rows, default=0)),
         adapted=adapted,
         tied=tied,
         model=type(model).__name__,
     )
+
+
+def _projector(model: nn.Module, plan: Plan) -> list[str]:
+    """Return the parameters of the projector, if --train_projector trains them."""
+    family = family_of(getattr(model, "config", None))
+    for option in ("train_projector", "train_vision_tower"):
+        if getattr(plan.config, option) and family is None:
+            raise UserError(
+                f"--{option} does not work with {type(model).__name__}.",
+                why="it reads text only.",
+                do="remove it, or use a vision-language model",
+            )
+    if not plan.config.train_projector:
+        return []
+    return [name for name, _ in model.named_parameters() if is_projector(name, family)]
+
+
+def frozen_vision(model: nn.Module, plan: Plan) -> set[str]:
+    """Return the parameters of tower and projector that a model trained in full keeps."""
+    trained, family = _projector(model, plan), family_of(getattr(model, "config", None))
+    return {
+        name
+        for name, _ in model.named_parameters()
+        if (is_tower(name, family) and not plan.config.train_vision_tower)
+        or (is_projector(name, family) and name not in trained)
+    }
 
 
 def tied_parameters(model: Any) -> dict[str, str]:
@@ -174,6 +202,7 @@ def choose_adapted(model: nn.Module, plan: Plan) -> list[str]:
         plan.config.lora_target_modules,
         dora=plan.method == "dora",
         layers=Layers.from_config(plan.config),
+        tower=plan.config.train_vision_tower,
     )
     stacks = set(names) & set(expert_stacks(model)) if plan.config.init_lora != "default" else set()
     if stacks:
@@ -252,23 +281,32 @@ def name_targets(model: nn.Module, adapters: Mapping[str, Adapted], *, saved: Se
     return replace(found, saved=name_saved([*saved, *tied], modules), tied=tied)
 
 
-def choose_targets(model: nn.Module, targets: str, *, dora: bool, layers: Layers = ALL_LAYERS) -> list[str]:
-    """Return the linear layers and expert stacks that match `targets`."""
-    return choose_names(
-        list(linear_layers(model)),
-        targets,
-        stacks=expert_stacks(model),
-        dora=dora,
-        model=type(model).__name__,
-        layers=layers,
+def choose_targets(
+    model: nn.Module, targets: str, *, dora: bool, layers: Layers = ALL_LAYERS, tower: bool = False
+) -> list[str]:
+    """Return the linear layers and expert stacks that match `targets`: of the language model, and of the `tower` too."""
+    family = family_of(getattr(model, "config", None))
+    kind = type(model).__name__
+    chosen = choose_names(
+        language_layers(model), targets, stacks=expert_stacks(model), dora=dora, model=kind, layers=layers
     )
+    reader = [name for name in linear_layers(model) if tower and is_tower(name, family)]
+    return chosen + (choose_names(reader, targets, dora=dora, model=f"the tower of {kind}") if reader else [])
+
+
+def language_layers(model: nn.Module) -> list[str]:
+    """Return the linear layers of the language model, without those that read pictures."""
+    family = family_of(getattr(model, "config", None))
+    return [
+        name for name in linear_layers(model) if not is_tower(name, family) and not is_projector(name, family)
+    ]
 
 
 def warn_of_left_out(model: nn.Module, chosen: Sequence[str], plan: Plan) -> list[str]:
     """Return a warning if the target `all` does not include expert weights, or if others reach few blocks."""
     targets, layers = plan.config.lora_target_modules, Layers.from_config(plan.config)
     if targets != "all":
-        return describe_reach(chosen, layers.choose(list(linear_layers(model))), targets=targets)
+        return describe_reach(chosen, layers.choose(language_layers(model)), targets=targets)
     by_model = f"{type(model).__name__} computes their matmuls itself"
     experts = layers.choose(expert_weights(model))
     why = "DoRA does not support experts" if plan.method == "dora" else by_model

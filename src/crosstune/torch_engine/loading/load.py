@@ -18,10 +18,11 @@ from crosstune.core.names import read_expanded_name
 from crosstune.core.out_of_memory import is_out_of_memory
 from crosstune.core.quantization import QuantSpec
 from crosstune.core.weights import principal_factors
+from crosstune.estimate.vision_families import family_of, is_projector, is_tower
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.torch_engine.device import Precision, release_freed_memory
 from crosstune.torch_engine.import_transformers import import_transformers
-from crosstune.torch_engine.loading.adapters import choose_adapted
+from crosstune.torch_engine.loading.adapters import choose_adapted, frozen_vision
 from crosstune.torch_engine.loading.blocks import (
     Expansion,
     already_expanded,
@@ -106,6 +107,8 @@ def load_model(
     source = open_source(folder, plan)
     if source.is_plain and finish is None:
         model = read_pretrained(folder, plan=plan, dtype=precision.weights)
+        for name in frozen_vision(model, plan):
+            model.get_parameter(name).requires_grad_(False)
     else:
         model = _assemble(source, precision, device, finish)
     if precision.buffers is not None:
@@ -123,22 +126,29 @@ def load_model(
 
 def attention_name(plan: Plan, config: Any) -> str | None:
     """Return transformers' name for the plan's attention; None means torch's own where the model supports it."""
-    from transformers import AutoModelForCausalLM
-
     chosen, _ = plan.attention
-    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    kind = model_kind(config)._model_mapping.get(type(config), None)
     if chosen == "flash_attn" and getattr(kind, "_supports_flash_attn", False):
         return "flash_attention_2"
     return "eager" if chosen == "eager" else None
 
 
+def model_kind(config: Any) -> Any:
+    """Return transformers' class for language models, or for vision-language models that it does not list there."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    reads_pictures = getattr(config, "vision_config", None) is not None
+    if reads_pictures and type(config) not in AutoModelForCausalLM._model_mapping:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
 def empty_model(folder: Path, config: Any = None, **options: Any) -> nn.Module:
     """Build the model of a folder, or of a config read from it, without weights."""
     config = config if config is not None else read_config(folder)
-    from transformers import AutoModelForCausalLM
-
     with readable_errors(folder), _parameters_without_memory():
-        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+        kind = model_kind(config)
+        model: nn.Module = kind.from_config(config, trust_remote_code=False, **options)
     return model
 
 
@@ -183,11 +193,9 @@ def read_pretrained(
 
     On the device "meta" only the headers of the files are read.
     """
-    from transformers import AutoModelForCausalLM
-
     config = read_config(folder)
     with readable_errors(folder):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = model_kind(config).from_pretrained(
             folder,
             dtype=dtype,
             device_map=device,
@@ -213,7 +221,7 @@ def _assemble(source: Source, precision: Precision, device: torch.device, finish
     num_workers = 2 if plan.config.loading_workers == -1 else max(1, plan.config.loading_workers)
     compute = precision.autocast or precision.weights
     dtypes = stored_dtypes(model, precision.weights)
-    blocks = LoadingBlocks(model, finish)
+    blocks, frozen = LoadingBlocks(model, finish), frozen_vision(model, plan)
     starts = choose_adapted(model, plan) if plan.config.init_lora == "loftq" else ()
     for _, tensors in layout.read(places, num_workers=num_workers):
         while tensors:
@@ -230,7 +238,7 @@ def _assemble(source: Source, precision: Precision, device: torch.device, finish
                     forms[target].put(model, stored)
                     del matrices, stored
                 else:
-                    trained = expansion is None or expansion.is_new(target)
+                    trained = target not in frozen and (expansion is None or expansion.is_new(target))
                     _put_dense(model, target, values.to(device, dtypes[target]), trained=trained)
                 del values
                 blocks.put(target)
@@ -269,6 +277,8 @@ def forms_to_quantize(
     specification keeps dense."""
     forms = weight_forms(model)
     kept = outer_forms(model, forms) if getattr(open_quantizer(spec), "KEEPS_OUTER", False) else set()
+    family = family_of(model.config)
+    kept |= {name for name in forms if is_tower(name, family) or is_projector(name, family)}
     names = {name.removesuffix(".weight"): name for name in forms}
     if unknown := [layer for layer in spec.kept if layer not in names]:
         raise UserError(

@@ -14,7 +14,7 @@ from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.process.this_process import hide_output
 from crosstune.torch_engine.device import Precision
 from crosstune.torch_engine.loading.blocks import Expansion
-from crosstune.torch_engine.loading.load import readable_errors
+from crosstune.torch_engine.loading.load import model_kind, read_config, readable_errors
 from crosstune.torch_engine.loading.stream import Place, find_tensors, read_tensor
 from crosstune.torch_engine.quantized import QuantLinear
 from crosstune.torch_engine.sharding.local_shard import without_gradients
@@ -30,7 +30,8 @@ def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gg
     # transformers would prefer a file of that name in the working directory.
     extra = {"gguf_file": str((folder / gguf).absolute())} if gguf else {}
     with readable_errors(folder), hide_output():  # transformers shows a progress bar for GGUF files
-        model = AutoModelForCausalLM.from_pretrained(
+        kind = AutoModelForCausalLM if gguf else model_kind(read_config(folder))
+        model = kind.from_pretrained(
             folder, dtype=precision.weights, trust_remote_code=False, local_files_only=True, **extra
         )
     return model.to(device).eval()

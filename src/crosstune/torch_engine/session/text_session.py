@@ -14,6 +14,7 @@ from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import EVALUATING, GENERATING
 from crosstune.core.protocols import Array, Batch
 from crosstune.core.sampling import GREEDY, Sampling
+from crosstune.data.read.pictures import Picture
 from crosstune.process.ranks import SingleProcess
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.generate.answers import OnAnswer, OnToken, free_memory, sample_answers
@@ -32,6 +33,7 @@ from crosstune.torch_engine.session.session import TorchSession
 from crosstune.torch_engine.sharding.local_shard import free_gathered, sharded_modules, without_gradients
 from crosstune.torch_engine.task import Tensors
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
+from crosstune.torch_engine.tasks.vision_lm import VisionLM
 
 
 class TextSession(TorchSession):
@@ -88,9 +90,10 @@ class TextSession(TorchSession):
         earlier: Earlier | None = None,
         on_token: OnToken | None = None,
         on_answer: OnAnswer | None = None,
+        pictures: Sequence[Sequence[Picture]] | None = None,
     ) -> list[Answer]:
-        """Answer with the fast layers if they know the model, else with its modules; models with recurrent states by
-        transformers' generate."""
+        """Answer with the fast layers if they know the model, else with its modules; models with recurrent states, and prompts
+        with `pictures`, by transformers' generate."""
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "stop_ids": stop_ids,
@@ -104,7 +107,7 @@ class TextSession(TorchSession):
             evaluating(self.model),
             memory_errors(self.device, doing=GENERATING),
         ):
-            decoder = self._generating_decoder(longest, max_new_tokens)
+            decoder = self._generating_decoder(longest, max_new_tokens) if pictures is None else None
             with without_gradients(self.model):
                 if decoder is not None:
                     rows = FastRows(decoder)
@@ -114,12 +117,30 @@ class TextSession(TorchSession):
                         else contextlib.nullcontext()
                     ):
                         return sample_answers(rows, prompts, **options)
+                if pictures is not None:
+                    options |= self._picture_options(prompts, pictures)
                 return self._sample_generally(prompts, options)
 
     def _holds_dense(self, decoder: FastDecoder, num_new: int) -> bool:
         """Return True if answers are long enough for dense copies of quantized weights, and the copies fit."""
         needed = decoder.dequantized_bytes()
         return num_new >= FEWEST_FOR_COPIES and 0 < needed <= COPIED_SHARE * free_memory(self.device)
+
+    def _picture_options(
+        self, prompts: Sequence[Sequence[int]], pictures: Sequence[Sequence[Picture]]
+    ) -> dict[str, Any]:
+        """Return the options of generating with pictures: prompts with equal tokens may have different pictures."""
+        task = self.task
+        assert isinstance(task, VisionLM), "only the task of vision-language models reads pictures"
+        keys = [
+            (*prompt, *(one.sha256 for one in own)) for prompt, own in zip(prompts, pictures, strict=True)
+        ]
+        return {
+            "numbers": [keys[:place].count(key) for place, key in enumerate(keys)],
+            "inputs_of": lambda places: task.prompt_inputs(
+                [prompts[place] for place in places], [pictures[place] for place in places]
+            ),
+        }
 
     def _sample_generally(self, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]) -> list[Answer]:
         # It imports transformers.
@@ -135,7 +156,7 @@ class TextSession(TorchSession):
                 else cast_once(self.model, self.precision),
                 self.precision.context(self.device),
             ):
-                if not has_plain_cache(self.model):
+                if "inputs_of" in options or not has_plain_cache(self.model):
                     return sample_batches(self.model, prompts, device=self.device, **options)
                 rows = GeneralRows(self.model, self.device)
                 return sample_answers(rows, prompts, **options, synchronized=is_sharded)

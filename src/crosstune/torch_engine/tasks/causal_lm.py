@@ -158,7 +158,7 @@ class CausalLM:
         self, model: nn.Module, given: ModelInput
     ) -> tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]:
         """Return the arguments of the model, and a function that picks the supervised tokens from its output."""
-        options: dict[str, Any] = {"input_ids": given.input_ids, "use_cache": False}
+        options: dict[str, Any] = {"input_ids": given.input_ids, "use_cache": False, **given.of_pictures()}
         if given.branches is not None:
             options |= {"position_ids": given.positions, "attention_mask": fork_mask(given, model)}
         elif given.positions is not None:

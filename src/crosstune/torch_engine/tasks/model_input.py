@@ -16,6 +16,14 @@ from crosstune.torch_engine.kernels.attention import Documents, Forks
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.task import Tensors
 
+_OF_PICTURES = (
+    "pixel_values",
+    "pixel_attention_mask",
+    "image_grid_thw",
+    "mm_token_type_ids",
+    "token_type_ids",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInput:
@@ -51,11 +59,21 @@ class ModelInput:
     noise_scales: Any = None
     unpadded_noise_keys: Any = None
     unpadded_noise_scales: Any = None
+    pixel_values: Any = None
+    """The pictures of all rows. This and the fields below are arguments of vision-language models."""
+    pixel_attention_mask: Any = None
+    image_grid_thw: Any = None
+    mm_token_type_ids: Any = None
+    token_type_ids: Any = None
 
     @classmethod
     def of(cls, tensors: Tensors) -> ModelInput:
         """Return the fields from a batch that may have other arrays too."""
         return cls(**{field.name: tensors[field.name] for field in fields(cls) if field.name in tensors})
+
+    def of_pictures(self) -> dict[str, Any]:
+        """Return the arguments of vision-language models that are set."""
+        return {name: value for name in _OF_PICTURES if (value := getattr(self, name)) is not None}
 
     def arrays(self) -> dict[str, Array]:
         return {name: array for name, array in vars(self).items() if array is not None}
