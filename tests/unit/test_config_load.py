@@ -39,7 +39,7 @@ def test_every_option_is_a_flag_with_dashes_or_underscores(
         if option.choices:
             value = option.choices[0]
         if option.type in (int, float) and not (option.low or 0) <= float(value) <= (option.high or 9):
-            value = str(option.default)
+            value = str(option.low if option.default is None else option.default)
         if option.check is not None and option.type is str:
             durations = dict.fromkeys((o.name for o in option_list() if o.check is check_duration), "3h")
             usual = {"allow_mismatch": "data", "layers_to_transform": "0-3"}
