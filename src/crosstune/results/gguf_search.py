@@ -80,6 +80,8 @@ class Search:
         self.folder, self.write = folder, write
         self.best, self.tried = scratch / "best.gguf", scratch / "tried.gguf"
         self.trials: list[Trial] = []
+        self.too_coarse: set[str] = set()
+        """Groups above the bound in a larger recipe; smaller ones are not tried for them."""
 
     def run(self, *, plain: str, max_kl: float, weighted: bool) -> tuple[Trial, list[Trial]]:
         """Return the chosen file and all files measured. Recipes are tried from the largest, as the smallest take longest to
@@ -135,6 +137,8 @@ class Search:
         for group in sorted((each for each in saved if saved[each]), key=saved.__getitem__, reverse=True):
             whole = _GROUPS[group]
             for key, pattern in ((group, whole), (f"middle {group}", rf"^blk\.({middle})\..*{whole}")):
+                if key in self.too_coarse:
+                    continue
                 sizes = lower(pattern)
                 types = {**chosen.types, **{name: recipe.types[name] for name in sizes}}
                 if any(types == trial.types for trial in self.trials):
@@ -148,6 +152,7 @@ class Search:
                     self.tried.replace(self.best)
                     chosen = trial
                     break
+                self.too_coarse.add(key)
         return chosen
 
     def _measure(
