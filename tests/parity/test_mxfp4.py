@@ -15,7 +15,7 @@ from support import tiny_of
 from test_peft_experts import IDS, OPTIONS, run_ours, with_adapter
 from test_peft_parity import check_fp32, order_of_rows, reference_run
 from transformers import AutoModelForCausalLM
-from transformers.integrations.mxfp4 import FP4_VALUES, dequantize_convertops
+from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
@@ -47,8 +47,10 @@ def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
         experts = [mxfp4.quantize(matrix.T, SPEC, torch.float32)[0] for matrix in weight]
         stored[f"{name}_blocks"] = torch.stack([expert["packed"] for expert in experts])
         stored[f"{name}_scales"] = torch.stack([expert["scales"] for expert in experts])
-        values = dequantize_convertops(stored[f"{name}_blocks"], stored[f"{name}_scales"])
-        tensors[name] = values.float().contiguous()
+        values = convert_moe_packed_tensors(
+            stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32
+        )
+        tensors[name] = values.contiguous()
         assert tensors[name].shape == weight.shape
     save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
     save_file(stored, packed / "model.safetensors", metadata={"format": "pt"})
@@ -64,8 +66,9 @@ def test_values_are_rounded_to_the_nearest_and_read_as_transformers_reads_them()
     weight[3] = 0
     tensors, facts = mxfp4.quantize(weight, SPEC, torch.bfloat16)
     dense = mxfp4.dequantize(tensors, facts, torch.bfloat16)
-    theirs = dequantize_convertops(tensors["packed"][None], tensors["scales"][None])[0].T
-    torch.testing.assert_close(dense, theirs.to(torch.bfloat16), rtol=0, atol=0)
+    packed, scales = tensors["packed"][None], tensors["scales"][None]
+    theirs = convert_moe_packed_tensors(packed, scales, dtype=torch.bfloat16)[0].T
+    torch.testing.assert_close(dense, theirs, rtol=0, atol=0)
     scales = torch.exp2(tensors["scales"].float() - 127)[..., None]
     scaled = weight.reshape(64, 3, 32) / scales
     nearest = (scaled[..., None] - torch.tensor(FP4_VALUES)).abs().amin(-1)

@@ -46,7 +46,8 @@ def expert_stacks(model: nn.Module) -> list[str]:
     return [
         f"{name}.{part}"
         for name, module in model.named_modules()
-        if all(hasattr(module, needed) for needed in _REPLACEABLE) and not module.has_post_expert_norm
+        if all(hasattr(module, needed) for needed in _REPLACEABLE)
+        and not getattr(module, "has_post_expert_norm", False)
         for part in STACKS
         if isinstance(stack := getattr(module, part, None), nn.Module) or getattr(stack, "ndim", 0) == 3
     ]
