@@ -37,6 +37,8 @@ def tiny_vision(folder: Path, family: str, *, hidden: int = 32, layers: int = 2,
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(write_folder(folder, family, hidden=hidden, layers=layers))
     model = AutoModelForImageTextToText.from_config(config)
+    if family == "gemma3":  # it starts at 0, which hides every picture
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
     return folder

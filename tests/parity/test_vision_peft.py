@@ -22,12 +22,13 @@ from transformers import (
     Qwen2_5_VLProcessor,
     Qwen3VLProcessor,
 )
-from vision_models import tiny_vision, write_rows
+from vision_models import FAMILIES, tiny_vision, write_rows
 
 from crosstune.config.load import make_config
 from crosstune.runs.pipeline import train
 
 NUM_STEPS, ROWS = 8, 12
+PROJECTOR = {"qwen2_5_vl": "visual.merger", "gemma3": "multi_modal_projector"}
 OPTIONS: dict[str, Any] = {
     "train_type": "lora",
     "precision": "fp32",
@@ -45,7 +46,6 @@ OPTIONS: dict[str, Any] = {
 }
 LANGUAGE = r".*(language_model|text_model).*\.(q|k|v|o|gate|up|down)_proj"
 TOWER = r".*(visual\.blocks|vision_model|vision_tower).*(proj|qkv|fc1|fc2|linear_fc1|linear_fc2)"
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
 
 
 def processor_of(family: str, folder: Path) -> Any:
@@ -55,9 +55,12 @@ def processor_of(family: str, folder: Path) -> Any:
     }
     if family == "gemma3":
         return Gemma3Processor(**parts, image_seq_length=4)
-    if family == "smolvlm":  # SmolVLM's own needs a package for videos; its text is that of Idefics3
+    if family in (
+        "smolvlm",
+        "idefics3",
+    ):  # SmolVLM's own needs a package for videos; its text is that of Idefics3
         return Idefics3Processor(**parts, image_seq_len=4)
-    kind: Any = Qwen2_5_VLProcessor if family == "qwen2_5_vl" else Qwen3VLProcessor
+    kind: Any = Qwen3VLProcessor if family == "qwen3_vl" else Qwen2_5_VLProcessor
     # Videos need torchvision, so there is no processor of videos to check.
     kind = type("WithoutVideos", (kind,), {"check_argument_for_proper_class": lambda *_: None})
     return kind(**parts)
@@ -86,10 +89,14 @@ def encode(processor: Any, row: dict[str, Any], folder: Path) -> tuple[dict[str,
     return inputs, labels
 
 
-def reference(family: str, folder: Path, rows: Path, *, targets: str = LANGUAGE) -> list[float]:
+def reference(
+    family: str, folder: Path, rows: Path, *, targets: str = LANGUAGE, saved: str | None = None
+) -> list[float]:
     """The losses of transformers and PEFT, one row at a time."""
     torch.manual_seed(3)
-    config = LoraConfig(r=8, lora_alpha=16, target_modules=targets)
+    config = LoraConfig(
+        r=8, lora_alpha=16, target_modules=targets, modules_to_save=[saved] if saved else None
+    )
     model = get_peft_model(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), config)
     start_adapter(model, seed=3)
     model.train()
@@ -122,7 +129,12 @@ def run_of(folder: Path, model: Path, rows: Path, **options: Any) -> Path:
     return train(make_config(**asked, output_dir=str(folder), name="run")).folder
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=[SLOW] * (one in ("qwen3_vl", "idefics3"))) for one in FAMILIES]
+)
 def test_losses_equal_peft(tmp_path: Path, family: str) -> None:
     model, rows = tiny_vision(tmp_path / "model", family), write_rows(tmp_path)
     run = run_of(tmp_path, model, rows)
@@ -133,3 +145,42 @@ def test_losses_equal_peft(tmp_path: Path, family: str) -> None:
     trained = {name for name, p in opened.named_parameters() if "lora_B" in name and p.abs().max() > 0}
     assert trained
     assert not any("visual" in name or "vision" in name for name in trained)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:Found missing adapter keys")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_tower_and_projector_train_where_asked(tmp_path: Path, family: str) -> None:
+    model, rows = tiny_vision(tmp_path / "model", family), write_rows(tmp_path)
+    run = run_of(tmp_path, model, rows, train_vision_tower=True, train_projector=True)
+    expected = reference(family, model, rows, targets=f"{LANGUAGE}|{TOWER}", saved=PROJECTOR[family])
+    assert column(run, "loss") == pytest.approx(expected, rel=1e-5)
+    opened = PeftModel.from_pretrained(
+        AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32), run / "adapter"
+    )
+    trained = {name for name, p in opened.named_parameters() if "lora_B" in name and p.abs().max() > 0}
+    assert any(".visual." in name or ".vision_tower." in name for name in trained)
+    assert any("modules_to_save" in name for name, _ in opened.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("smolvlm", marks=SLOW)])
+def test_packed_runs_have_the_loss_of_separate_rows(tmp_path: Path, family: str) -> None:
+    model, rows = tiny_vision(tmp_path / "model", family), write_rows(tmp_path)
+    options = {"train_type": "lora", "max_steps": 1, "batch_size": 12, "context_length": 2048}
+    separate = run_of(tmp_path / "separate", model, rows, **options)
+    packed = run_of(tmp_path / "packed", model, rows, **options | {"packing": True, "batch_size": 1})
+    for name in ("supervised_tokens", "loss", "grad_norm"):
+        expected = column(separate, name, learns=False)
+        assert column(packed, name, learns=False) == pytest.approx(expected, rel=1e-5)
+
+
+def test_resumed_runs_are_the_same_to_the_last_bit(tmp_path: Path) -> None:
+    model, rows = tiny_vision(tmp_path / "model", "qwen2_5_vl"), write_rows(tmp_path)
+    whole = run_of(tmp_path / "whole", model, rows, save_steps=3)
+    half = run_of(tmp_path / "half", model, rows, max_steps=5, save_steps=3)
+    resumed = run_of(tmp_path / "half", model, rows, save_steps=3, resume=str(half))
+    assert resumed == half
+    assert column(resumed, "loss") == column(whole, "loss")
+    assert column(resumed, "grad_norm") == column(whole, "grad_norm")
+    weights = "adapter/adapter_model.safetensors"
+    assert (resumed / weights).read_bytes() == (whole / weights).read_bytes()

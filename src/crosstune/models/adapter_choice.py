@@ -259,6 +259,7 @@ def name_saved(parameters: Sequence[str], modules: Iterable[str]) -> list[str]:
     PEFT compares the ends of names, even within a word: norm matches input_layernorm too.
     """
     saved = {name.rpartition(".")[0] for name in parameters}
+    saved -= {name for name in saved if any(name.startswith(f"{outer}.") for outer in saved)}
     others = [name for name in modules if name not in saved]
     kinds = {name: name.rpartition(".")[2] for name in saved}
     unique = {kind for kind in kinds.values() if not any(other.endswith(kind) for other in others)}

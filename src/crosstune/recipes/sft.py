@@ -189,12 +189,6 @@ class SftRecipe(TokenRecipe):
             raise UserError(
                 "--image_pixels has no effect.", why=f"{self.tokenizer.why_no_pictures}.", do="remove it"
             )
-        if self.has_pictures and config.packing:
-            raise UserError(
-                "--packing does not work with pictures.",
-                why="the positions of a picture's tokens do not restart in a packed row.",
-                do="remove it, and use a larger --batch_size",
-            )
 
     def longest_batch(self, size: int) -> TokenBatch:
         pad_id = self.tokenizer.pad_id

@@ -268,6 +268,9 @@ def name_targets(model: nn.Module, adapters: Mapping[str, Adapted], *, saved: Se
     stacks = [name for name, adapter in adapters.items() if isinstance(adapter, AdaptedStack)]
     layers = [name for name in adapters if name not in stacks]
     without = [name for name in linear_layers(model) if name.removesuffix(".base") not in adapters]
+    # PEFT adapts all of these with a matching name.
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+    without += [name for name, module in model.named_modules() if isinstance(module, kinds)]
     bases = [adapters[name].base for name in layers]
     found = name_for_peft(
         layers,

@@ -17,6 +17,7 @@ from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.protocols import Array
 from crosstune.data.batches.forked import Fork, ForkedBatch, fork_rows, separate_rows
 from crosstune.data.batches.token_batch import IGNORED, Example, TokenBatch, number_answers
+from crosstune.estimate.vision_families import family_of
 from crosstune.files.json_files import write_json
 from crosstune.models.identity import RECORD, identity
 from crosstune.torch_engine.device import evaluating
@@ -163,7 +164,9 @@ class CausalLM:
             options |= {"position_ids": given.positions, "attention_mask": fork_mask(given, model)}
         elif given.positions is not None:
             self.check_packed(model, given.positions)
-            options["position_ids"] = given.positions
+            options["position_ids"] = row_positions(model, given.positions)
+        if given.grid_positions is not None:
+            options["position_ids"] = given.grid_positions
         cuts = takes_logits_to_keep(model)
         if cuts:
             options["logits_to_keep"] = given.columns
@@ -277,6 +280,12 @@ class CausalLM:
         self._against_trained = {"original": measure_agreement(as_trained, as_saved).to_json()}
 
 
+def row_positions(model: nn.Module, positions: torch.Tensor) -> torch.Tensor:
+    """Return the positions of text as the model takes them: in some families, with those of time, height and width."""
+    family = family_of(getattr(model, "config", None))
+    return positions.expand(4, -1, -1) if family is not None and family.layout == "grid" else positions
+
+
 def count_exact(
     is_wrong: torch.Tensor, answers: torch.Tensor
 ) -> tuple[torch.Tensor | int, torch.Tensor | int]:
@@ -347,7 +356,8 @@ def leaks(model: nn.Module, *, device: torch.device) -> bool:
     positions = torch.arange(8, device=device).repeat(2, 2)
     with evaluating(model), torch.no_grad():
         try:
-            logits = model(input_ids=rows, position_ids=positions, use_cache=False).logits[:, 8:].float()
+            found = model(input_ids=rows, position_ids=row_positions(model, positions), use_cache=False)
+            logits = found.logits[:, 8:].float()
         except (AttributeError, TypeError, ValueError, IndexError):  # the model takes no such masks
             return True
     return bool((logits[0] - logits[1]).abs().max() > 1e-4 * logits.abs().max())

@@ -65,6 +65,8 @@ class ModelInput:
     image_grid_thw: Any = None
     mm_token_type_ids: Any = None
     token_type_ids: Any = None
+    grid_positions: Any = None
+    """For models with positions of time, height and width: the positions in the row, then these three."""
 
     @classmethod
     def of(cls, tensors: Tensors) -> ModelInput:

@@ -37,8 +37,10 @@ class VisionLM(CausalLM):
         return super().build(context)
 
     def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
-        found = {**super().arrays(batch), **self._marks(batch.input_ids)}
-        return found | self.pixels(batch.pictures)
+        found = {**super().arrays(batch), **self._marks(batch.input_ids), **self.pixels(batch.pictures)}
+        if self.vision.family.layout == "grid":
+            found["grid_positions"] = grid_positions(batch, self.vision)
+        return found
 
     def prompt_inputs(
         self, prompts: Sequence[Sequence[int]], pictures: Sequence[Sequence[Picture]]
@@ -69,6 +71,30 @@ class VisionLM(CausalLM):
         """Return the model's marks of the tokens of pictures."""
         name = self.vision.family.marks
         return {name: (tokens == self.vision.soft_id).astype("int64")} if name else {}
+
+
+def grid_positions(batch: TokenBatch, vision: Vision) -> Array:
+    """Return the positions in the rows, then those of time, height and width, which restart at each document.
+
+    The tokens of a picture have the time of its first token, and its rows and columns from there. The text after it
+    continues from the largest of these.
+    """
+    rows = batch.positions.astype("int64")
+    found = np.stack([rows] * 4)
+    pictures = iter(batch.pictures)
+    for row, tokens in enumerate(batch.input_ids):
+        [starts] = ((tokens == vision.soft_id) & (np.roll(tokens, 1) != vision.soft_id)).nonzero()
+        for start in starts.tolist():
+            picture = next(pictures)
+            height, width = vision.grid(picture.width, picture.height)
+            end = start + height * width
+            first, own = found[1, row, start], batch.segments[row] == batch.segments[row, start]
+            found[2, row, start:end] = first + np.repeat(np.arange(height), width)
+            found[3, row, start:end] = first + np.tile(np.arange(width), height)
+            found[1, row, start:end] = first
+            own[:end] = False
+            found[1:, row, own] += max(height, width) - height * width
+    return found
 
 
 def open_processor(folder: Path) -> Any:
