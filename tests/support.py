@@ -64,9 +64,13 @@ def assert_same_gradients(
     """Compare gradients by the norm of each: an element that is a small sum of large terms has the rounding of the terms."""
     assert found.keys() == expected.keys() and expected
     for name, array in expected.items():
-        wanted = np.asarray(array, np.float64)
-        distance = np.linalg.norm(np.asarray(found[name], np.float64) - wanted)
+        wanted = _on_host(array)
+        distance = np.linalg.norm(_on_host(found[name]) - wanted)
         assert distance <= bound * np.linalg.norm(wanted), f"{name}: {distance / np.linalg.norm(wanted):.1e}"
+
+
+def _on_host(array: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.asarray(array.cpu() if hasattr(array, "cpu") else array, np.float64)
 
 
 def find_nonfinite(session: Session, window: Sequence[Batch]) -> str:

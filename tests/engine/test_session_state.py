@@ -115,11 +115,16 @@ def test_a_step_that_does_not_fit_leaves_everything_as_it_was(
     expected = run(open_session(tiny_model, **options), windows)
     session = open_session(tiny_model, **options)
     before = run(session, windows[:3])
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_allocated() / torch.cuda.mem_get_info()[1])
-    torch.cuda.empty_cache()
+    row = windows[3][0]
+    many = {
+        name: np.repeat(getattr(row, name)[:1], 100_000, axis=0)
+        for name in ("input_ids", "targets", "segments", "positions")
+    }
+    allowed = torch.cuda.memory_reserved() + 2**26  # one activation of so many rows needs more
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
     try:
         with pytest.raises(OutOfMemory, match="not enough memory"):
-            train_step(session, windows[3] * 500, lr=1e-2)
+            train_step(session, [*windows[3], TokenBatch(**many)], lr=1e-2)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert before + run(session, windows[3:]) == expected
