@@ -116,6 +116,14 @@ def test_a_reward_model_gives_its_rewards(reward_model: Path, home: Path) -> Non
     assert found == pytest.approx(expected, abs=1e-4) and found.std() > 0
 
 
+def test_an_empty_answer_has_a_reward_and_does_not_move_those_of_others(reward_model: Path) -> None:
+    rewards = open_(reward=f"judge:{reward_model}")
+    alone = [rewards.score(answers(text))[0, 0] for text in ("", "a good text", " \n")]
+    together = rewards.score(answers("", "a good text", " \n"))[:, 0]
+    assert together == pytest.approx(alone, abs=1e-4) and np.isfinite(alone).all()
+    assert alone[0] != pytest.approx(alone[1], abs=1e-4)
+
+
 def test_a_judge_watches_without_weight(judge: Path, reward_model: Path) -> None:
     rewards = open_(reward=f"length:1-3,judge:{reward_model}", watch_judge=str(judge))
     assert rewards.names == ["length", "judge_reward_model", "watch/scores"]
@@ -171,7 +179,7 @@ def test_a_judge_scores_alike_on_a_gpu(judge: Path, reward_model: Path) -> None:
         rewards = open_rewards(config, backend=backend, observer=Observers(), open_judge=find_judge_scorer)
         found.append(rewards.score(answers(*TEXTS)))
         rewards.close()
-    assert found[1] == pytest.approx(found[0], abs=1e-3)
+    assert np.isfinite(found[0]).all() and found[1] == pytest.approx(found[0], abs=1e-3)
 
 
 @pytest.mark.slow

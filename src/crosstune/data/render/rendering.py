@@ -106,10 +106,10 @@ def _without_excluded(
 
 
 def encode_conversation(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, index: int, whole: bool
+    messages: Sequence[Message], tokenizer: Tokenizer, *, index: int, whole: bool, tools: Tools = None
 ) -> Example:
     """Tokenize a conversation. The assistant's tokens are supervised, including the end token of each answer."""
-    rendered = render_conversation(messages, tokenizer, whole=whole)
+    rendered = render_conversation(messages, tokenizer, whole=whole, tools=tools)
     found = encode_rendered(rendered, tokenizer.encode(rendered.text), tokenizer, compare_all=True)
     return Example(tokens=found.tokens, supervised=found.supervised, index=index)
 

@@ -15,6 +15,7 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import Example, IntArray, TokenBatch, pad_rows
 from crosstune.data.named_datasets import RowsPart
+from crosstune.data.read.formats import as_messages, has_empty_answer, tools_of
 from crosstune.data.read.sources import Source
 from crosstune.data.render.rendering import encode_conversation
 from crosstune.data.tokens.corpus import Corpus, open_corpus
@@ -98,15 +99,25 @@ def as_preference(item: Item) -> Preference:
 
 def encode_answers(items: Sequence[Item], *, tokenizer: Tokenizer) -> list[list[int]]:
     """Return the tokens of each answer in its conversation, up to the token whose output is the reward."""
-    corpus = _corpus(
-        [row for item in items for row in as_preference(item).conversations()],
-        tokenizer,
-        name="the answers to judge",
-        context_length=2**24,
-        truncation="error",
-        model_limit=None,
-    )
-    return [example.tokens[: reward_place(example, tokenizer) + 1].tolist() for example in corpus]
+    rows = [row for item in items for row in as_preference(item).conversations()]
+    found = dict[int, Example]()
+    for place, row in enumerate(rows):
+        turns = as_messages(row["messages"])
+        if has_empty_answer(turns, shows_reasoning=lambda _: False, rules=tokenizer.data_rules):
+            # A corpus leaves it out: there is nothing to learn, but a reward.
+            found[place] = encode_conversation(turns, tokenizer, index=0, whole=False, tools=tools_of(row))
+    others = [place for place in range(len(rows)) if place not in found]
+    if others:
+        corpus = _corpus(
+            [rows[place] for place in others],
+            tokenizer,
+            name="the answers to judge",
+            context_length=2**24,
+            truncation="error",
+            model_limit=None,
+        )
+        found |= dict(zip(others, corpus, strict=True))
+    return [found[place].tokens[: reward_place(found[place], tokenizer) + 1].tolist() for place in range(len(rows))]
 
 
 def reward_place(example: Example, tokenizer: Tokenizer) -> int:
