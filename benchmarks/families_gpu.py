@@ -4,8 +4,8 @@
     python benchmarks/families_gpu.py --cases qwen3-moe --seconds 6
     python benchmarks/families_gpu.py --smoke                        # the same code with tiny models on the CPU
 
-Cases: a Qwen3-30B-A3B shape over NF4, a gpt-oss-20b shape over MXFP4, and a Qwen3.5-4B shape in bf16, each with adapters of
-rank 16 on attention and MLPs or experts. Each contender is a process of its own. Weights are random and made on the device:
+Cases: a Qwen3-30B-A3B shape over NF4, a gpt-oss-20b shape over MXFP4, a Qwen3.5-4B shape in bf16, and shapes of Granite 4,
+Nemotron-H, Falcon-H1 and LFM2, each with adapters of rank 16 on attention and MLPs or experts. Each contender is a process of its own. Weights are random and made on the device:
 the folder's weight file is a sparse file that only its header is read of. All experts of a layer are copies of one. The
 peer's experts stay in bf16, since bitsandbytes quantizes no stacks, and Unsloth's line shows why it did not run.
 """
@@ -58,6 +58,7 @@ _TINY = {
     "vocab_size": 512,
     "head_dim": 16,
 }
+_LORA = {"train_type": "lora", "use_gradient_checkpointing": True}
 _QLORA = {"train_type": "qlora", "use_gradient_checkpointing": True}
 CASES = {
     "qwen3-moe": Case(
@@ -116,7 +117,7 @@ CASES = {
             "tie_word_embeddings": True,
         },
         rows=4,
-        options={"train_type": "lora", "use_gradient_checkpointing": True},
+        options=_LORA,
         targets=[
             "q_proj",
             "k_proj",
@@ -132,8 +133,89 @@ CASES = {
             "out_proj",
         ],
     ),
+    "granite4": Case(  # the micro size of Granite 4.0 H
+        kind="GraniteMoeHybridConfig",
+        sizes={
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "shared_intermediate_size": 8192,
+            "num_local_experts": 0,
+            "num_hidden_layers": 40,
+            "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "mamba_n_heads": 64,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "vocab_size": 100352,
+            "tie_word_embeddings": True,
+        },
+        rows=2,
+        options=_LORA,
+        contenders=("ours",),
+    ),
+    "nemotron-h": Case(  # a part of Nemotron 3 Nano: a mixture of experts without gates, Mamba-2 and attention
+        kind="NemotronHConfig",
+        sizes={
+            "hidden_size": 2688,
+            "intermediate_size": 1856,
+            "layers_block_type": (["mamba", "moe"] * 3 + ["attention", "moe"]) * 3,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_num_heads": 64,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+            "vocab_size": 131072,
+        },
+        rows=2,
+        options=_QLORA | {"quantization_backend": "bnb"},
+        contenders=("ours",),
+    ),
+    "falcon-h1": Case(  # Falcon-H1 3B
+        kind="FalconH1Config",
+        sizes={
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 10,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_d_ssm": 4096,
+            "mamba_n_heads": 32,
+            "mamba_d_head": 128,
+            "mamba_d_state": 256,
+            "vocab_size": 65537,
+        },
+        rows=2,
+        options=_LORA,
+        contenders=("ours",),
+    ),
+    "lfm2": Case(  # LFM2 1.2B
+        kind="Lfm2Config",
+        sizes={
+            "hidden_size": 2048,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 16,
+            "layer_types": [
+                "full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)
+            ],
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+        rows=4,
+        options=_LORA,
+        contenders=("ours",),
+    ),
 }
 _TINY_EXPERTS = {"intermediate_size": 64, "moe_intermediate_size": 64, "num_key_value_heads": 2}
+_TINY_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "shared_intermediate_size": 64}
 SMOKE: dict[str, dict[str, Any]] = {
     "qwen3-moe": _TINY | _TINY_EXPERTS | {"num_experts": 4, "num_experts_per_tok": 2},
     "gpt-oss": _TINY | {"intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
@@ -147,6 +229,25 @@ SMOKE: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
     },
+    "granite4": _TINY
+    | _TINY_MAMBA
+    | {"layer_types": ["mamba", "attention"], "num_key_value_heads": 2, "num_local_experts": 0},
+    "nemotron-h": _TINY
+    | _TINY_EXPERTS
+    | {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "moe", "attention", "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 64,
+    },
+    "falcon-h1": _TINY
+    | _TINY_MAMBA
+    | {"mamba_d_ssm": 128, "num_key_value_heads": 2, "intermediate_size": 128},
+    "lfm2": _TINY | {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2},
 }
 
 
@@ -159,7 +260,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="families-") as home:
         for name in asked.cases.split(","):
             case = CASES[name]
-            folder = write_folder(Path(home) / name, name, smoke=asked.smoke)
+            folder = write_folder(Path(home) / name, name, smoke=asked.smoke, num_layers=asked.layers)
             found: dict[str, dict[str, Any]] = {}
             for contender in case.contenders:
                 if time.monotonic() - started > asked.budget:
@@ -170,6 +271,10 @@ def main() -> int:
                 found[contender] = start_worker(Path(__file__).resolve(), job, timeout=asked.timeout)
                 results.add(name, found[contender] | {"contender": contender})
                 print(f"{name} {contender}: {describe(found[contender])}", flush=True)
+                if launches := found[contender].get("launches"):
+                    print("    {kernels} kernels, {busy_ms:.1f} of {wall_ms:.1f} ms busy".format(**launches))
+                    for busy_ms, count, kernel in launches["busiest"][:20]:
+                        print(f"    {busy_ms:8.2f} ms {count:6d}  {kernel}", flush=True)
             good &= "tok_s" in found.get("ours", {})
             if all("tok_s" in found.get(one, {}) for one in ("ours", "peft")):
                 ratio = found["ours"]["tok_s"] / found["peft"]["tok_s"]
@@ -192,6 +297,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--profile", action="store_true", help="print the longest kernels of crosstune's step"
     )
+    parser.add_argument("--layers", type=int, help="fewer layers than the model, the same for each contender")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -246,7 +352,7 @@ def work(job: dict[str, Any]) -> int:
     return 0
 
 
-def write_folder(folder: Path, name: str, *, smoke: bool) -> Path:
+def write_folder(folder: Path, name: str, *, smoke: bool, num_layers: int | None) -> Path:
     """Write the configuration, a tokenizer, and a weight file that is a header before a hole."""
     import transformers
 
@@ -255,7 +361,7 @@ def write_folder(folder: Path, name: str, *, smoke: bool) -> Path:
 
     case = CASES[name]
     tiny_model(folder)
-    sizes = SMOKE[name] if smoke else case.sizes
+    sizes = SMOKE[name] if smoke else case.sizes | ({"num_hidden_layers": num_layers} if num_layers else {})
     config = getattr(transformers, case.kind)(**_COMMON | sizes, dtype="bfloat16")
     config.architectures = [f"{case.kind.removesuffix('Config').removesuffix('Text')}ForCausalLM"]
     config.save_pretrained(folder)
@@ -298,7 +404,7 @@ def open_ours(
     from crosstune.data.batches.token_batch import TokenBatch
     from crosstune.loop.step import LossScale, prepare_window, take_step
     from crosstune.planner.gather import make_plan
-    from crosstune.torch_engine.kernels.delta_rule import use_delta_rule
+    from crosstune.torch_engine.kernels.use_scans import use_chunked_scans
     from crosstune.torch_engine.loading.load import (
         attention_name,
         empty_model,
@@ -360,7 +466,7 @@ def open_ours(
                     weight = quantize_weight(drawn, spec, dtype)
                 form.put(model, [weight] * len(form.matrices))
             model.tie_weights()
-            use_delta_rule(model)
+            use_chunked_scans(model)
             return model.to(device)
 
     session: Any = open_session(plan, model_folder=folder, task=RandomLM())

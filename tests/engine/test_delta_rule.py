@@ -7,7 +7,8 @@ import torch
 from support import tiny_config
 from transformers import AutoModelForCausalLM
 
-from crosstune.torch_engine.kernels.delta_rule import chunk_gated_delta_rule, use_delta_rule
+from crosstune.torch_engine.kernels.delta_rule import chunk_gated_delta_rule
+from crosstune.torch_engine.kernels.use_scans import use_chunked_scans
 
 
 def by_token(
@@ -66,7 +67,7 @@ def test_chunks_equal_the_definition(length: int, shared_by: int) -> None:
 def test_layers_use_it_in_one_model_only(family: str) -> None:
     changed, other = (AutoModelForCausalLM.from_config(tiny_config(family, 64)).eval() for _ in range(2))
     other.load_state_dict(changed.state_dict())
-    use_delta_rule(changed)
+    use_chunked_scans(changed)
     ids, seen = torch.arange(40)[None], []
 
     def watch(model: torch.nn.Module) -> torch.Tensor:

@@ -22,7 +22,7 @@ from crosstune.files.json_files import write_json
 from crosstune.models.identity import RECORD, identity
 from crosstune.torch_engine.device import evaluating
 from crosstune.torch_engine.kernels.decoder import FastDecoder
-from crosstune.torch_engine.kernels.delta_rule import use_delta_rule
+from crosstune.torch_engine.kernels.use_scans import use_chunked_scans
 from crosstune.torch_engine.loading.blocks import Expansion
 from crosstune.torch_engine.loading.load import load_model
 from crosstune.torch_engine.loading.stream import find_tensors, read_tensor
@@ -79,7 +79,7 @@ class CausalLM:
             device=context.device,
             finish=context.finish,
         )
-        use_delta_rule(model)
+        use_chunked_scans(model)
         self.context = context
         if context.plan.config.router_aux_loss_coef:
             check_router_balance(model)
