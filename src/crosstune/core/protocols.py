@@ -386,6 +386,14 @@ class HasLongestRows(Recipe, Protocol):
 
 
 @runtime_checkable
+class HasPictures(Recipe, Protocol):
+    """A recipe whose rows may contain pictures."""
+
+    def most_patches(self) -> int:
+        """Return the maximum number of patches of the pictures in a row."""
+
+
+@runtime_checkable
 class HasMeanRow(Recipe, Protocol):
     """A recipe whose rows contain several tokenized examples."""
 

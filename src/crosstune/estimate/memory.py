@@ -106,6 +106,14 @@ def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
         in_backward = at_loss + (layer_bytes(shape, step) if step.checkpointing else 0)
         loss, backward = loss_bytes(shape, step), backward_bytes(shape, step)
         dense, held = dense_copies(shape, step) + gathered_bytes(shape, step), 0
+    tower, patches = shape.tower, step.batch * step.patches
+    reading = 0
+    if tower is not None and patches:
+        reading = tower.forward_bytes(patches, width=step.width)
+        held += tower.input_bytes(patches)
+        if step.trains_tower:
+            kept = tower.kept_bytes(patches, width=step.width, checkpointing=step.checkpointing)
+            at_loss, in_backward = at_loss + kept, in_backward + kept
     if step.compares_logits:
         loss = _compared_bytes(shape, step)
     before = 4 * trained // shards if step.num_micro_batches > 1 else 0
@@ -114,6 +122,7 @@ def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
     after = (own + 4 if own and step.num_micro_batches > 1 else 4) * trained // shards
     in_update = 4 * trained // shards * (2 if step.on_gpu and "fused" not in step.optimizer else 1)
     moments = [
+        (before, 0, 0, reading + held),
         (before, at_loss, loss, held),
         (before, in_backward, 0, backward + dense + held),
         (after, at_loss // shape.num_layers, 0, dense + held),
@@ -172,15 +181,16 @@ def weight_bytes(shape: ModelShape, step: Step) -> int:
     """Return the bytes of the weights. Embedding, head and new blocks are never quantized; under autocast, frozen linear
     weights have the compute dtype."""
     new = step.num_new_blocks * block_parameters(shape) if step.method == "llama_pro" else 0
-    linear = max(0, shape.num_parameters - shape.embeddings - new)
+    linear = max(0, shape.language_parameters - shape.embeddings - new)
     dense = step.weight_bits // 8
     if step.num_shards > 1 and step.method in ("full", "llama_pro"):
         # The shards of trained weights are stored in fp32, and gathered in 16 bits.
         new, dense = (0, 4) if step.method == "full" else (new * 4 // dense, dense)
+    cast = min(dense, step.width) if step.method in ("lora", "dora") else dense
+    vision = (shape.num_parameters - shape.language_parameters) * cast  # never quantized
     if step.quantizer != "none":
-        return (shape.embeddings + new) * dense + int(linear * _stored_bits(step) / 8)
-    frozen = step.method in ("lora", "dora")
-    return (shape.embeddings + new) * dense + linear * (min(dense, step.width) if frozen else dense)
+        return vision + (shape.embeddings + new) * dense + int(linear * _stored_bits(step) / 8)
+    return vision + (shape.embeddings + new) * dense + linear * cast
 
 
 def _stored_bits(step: Step) -> float:

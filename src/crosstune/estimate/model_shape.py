@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from crosstune.estimate.tower import Tower
+
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _TYPICAL = (
     (0.135, 576, 30, 1536, 49152, 9),
@@ -44,6 +46,14 @@ class ModelShape:
     """The `model_type` of its configuration; empty if unknown."""
     why_general: str = ""
     """Why the fast layers do not support it; empty if they do or if its family is unknown."""
+
+    tower: Tower | None = None
+    """The part that reads pictures; None for a language model."""
+
+    @property
+    def language_parameters(self) -> int:
+        """The parameters without tower and projector."""
+        return self.num_parameters - (self.tower.num_parameters if self.tower is not None else 0)
 
     @property
     def queries(self) -> int:
@@ -92,7 +102,7 @@ class ModelShape:
         idle = self.num_experts * self.expert_intermediate - self.active_intermediate
         experts = 3 * self.hidden * idle * self.num_layers if self.num_experts > 1 else 0
         table = 0 if self.tied else self.vocab * self.hidden
-        return self.num_parameters - table - experts
+        return self.language_parameters - table - experts
 
 
 def shape_for_size(billions: float) -> ModelShape:
@@ -111,7 +121,7 @@ def shape_for_size(billions: float) -> ModelShape:
 
 def block_parameters(shape: ModelShape) -> int:
     """Return the parameters of one decoder block: all except embedding and head, divided by the number of blocks."""
-    return max(0, shape.num_parameters - shape.embeddings) // shape.num_layers
+    return max(0, shape.language_parameters - shape.embeddings) // shape.num_layers
 
 
 def expand_shape(shape: ModelShape, num_blocks: int) -> ModelShape:
@@ -154,6 +164,10 @@ class Step:
     """True if the loss compares two distributions for each token, in chunks."""
     copies_trained: bool = False
     """True if a copy of the initial trained weights is kept."""
+    patches: int = 0
+    """The patches of the pictures in a row, at most."""
+    trains_tower: bool = False
+    trains_projector: bool = False
     supervised: int | None = None
     """The supervised tokens of that row; None for all."""
     checkpointing: bool = False
@@ -194,7 +208,7 @@ class Step:
 
 def trained_parameters(shape: ModelShape, step: Step) -> int:
     if step.method == "full":
-        return shape.num_parameters
+        return shape.language_parameters + _vision_parameters(shape, step)
     if step.method == "llama_pro":
         return step.num_new_blocks * block_parameters(shape)
     total = 0
@@ -202,7 +216,16 @@ def trained_parameters(shape: ModelShape, step: Step) -> int:
         total += count * (step.rank * (outputs + inputs) + (outputs if step.method == "dora" else 0))
     if shape.num_experts > 1 and {"gate_proj", "up_proj"} <= set(adapted_linears(shape, step)):
         total -= shape.num_experts * step.rank * shape.hidden  # gate and up of an expert share one A
-    return total * shape.num_layers + _saved_parameters(shape, step)
+    return total * shape.num_layers + _saved_parameters(shape, step) + _vision_parameters(shape, step)
+
+
+def _vision_parameters(shape: ModelShape, step: Step) -> int:
+    """Return the trained parameters of tower and projector."""
+    tower = shape.tower
+    if tower is None:
+        return 0
+    own = tower.num_parameters - tower.projector if step.method == "full" else tower.adapters(step.rank)
+    return own * step.trains_tower + tower.projector * step.trains_projector
 
 
 def _saved_parameters(shape: ModelShape, step: Step) -> int:

@@ -252,7 +252,7 @@ def _traffic_bytes(shape: ModelShape, step: Step, tokens: float) -> float:
         kept = PASSES * layer_bytes(shape, replace(step, batch=1)) // step.context
     moved = tokens * kept * (1 + again / 3) * shape.num_layers  # a third of it is the forward pass
     if _makes_dense(step):  # bits are read and dense weights written for each matmul
-        linear = max(0, shape.num_parameters - shape.embeddings)
+        linear = max(0, shape.language_parameters - shape.embeddings)
         moved += (2 + again) * linear * (step.n_bits / 8 + step.width)
     return moved
 

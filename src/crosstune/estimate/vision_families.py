@@ -76,6 +76,10 @@ FAMILIES: Mapping[str, Family] = {
     "smolvlm": _IDEFICS,
 }
 """model_type -> family."""
+TEXT_DEFAULTS: Mapping[str, dict[str, Any]] = {
+    "gemma3": {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+}
+"""Sizes of the language model that config.json may leave out."""
 _OTHER = Family(
     layout="",
     placeholder="",
@@ -273,8 +277,14 @@ def _read(
 
 def family_of(config: Any) -> Family | None:
     """Return the family of a model by its config, an object of transformers; None for a language model."""
-    found = FAMILIES.get(getattr(config, "model_type", ""))
-    return found or (_OTHER if getattr(config, "vision_config", None) is not None else None)
+    names = ("model_type", "vision_config")
+    return vision_family({name: getattr(config, name, None) for name in names})
+
+
+def vision_family(config: Mapping[str, Any]) -> Family | None:
+    """Return the family of a model by its config.json; None for a language model."""
+    found = FAMILIES.get(config.get("model_type") or "")
+    return found or (_OTHER if config.get("vision_config") is not None else None)
 
 
 def is_tower(name: str, family: Family | None) -> bool:

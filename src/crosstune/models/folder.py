@@ -11,6 +11,8 @@ from typing import Any
 from crosstune.core.errors import UserError
 from crosstune.estimate.fast_layers import why_no_fast_layers_of
 from crosstune.estimate.model_shape import ModelShape
+from crosstune.estimate.tower import read_tower
+from crosstune.estimate.vision_families import TEXT_DEFAULTS, is_projector, is_tower, vision_family
 from crosstune.files.json_fields import (
     FLAG,
     NOTHING,
@@ -131,8 +133,16 @@ def folder_shape(folder: Path) -> ModelShape | None:
     files = weight_files(folder)
     if shape is None or not files or "quantization_config" in config:
         return shape
-    counted = sum(math.prod(entry["shape"]) for path in files for entry in read_header(path).tensors.values())
-    return replace(shape, num_parameters=counted)
+    sizes = {
+        name: math.prod(entry["shape"]) for path in files for name, entry in read_header(path).tensors.items()
+    }
+    if shape.tower is not None:
+        family = vision_family(config)
+        projector = sum(size for name, size in sizes.items() if is_projector(name, family))
+        own = sum(size for name, size in sizes.items() if is_tower(name, family))
+        tower = replace(shape.tower, num_parameters=own + projector, projector=projector)
+        shape = replace(shape, tower=tower, tied=shape.tied or "lm_head.weight" not in sizes)
+    return replace(shape, num_parameters=sum(sizes.values()))
 
 
 def longest_context(folder: Path) -> int | None:
@@ -144,6 +154,7 @@ def longest_context(folder: Path) -> int | None:
 def config_shape(config: dict[str, Any]) -> ModelShape | None:
     """Return the shape described by a config.json, with parameters counted as for a Llama model."""
     numbers: dict[str, Any] = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    numbers = TEXT_DEFAULTS.get(str(config.get("model_type")), {}) | numbers
     hidden = _first(numbers, "hidden_size", "n_embd", "d_model")
     layers = _first(numbers, "num_hidden_layers", "n_layer", "num_layers")
     vocab = _first(numbers, "vocab_size")
@@ -163,6 +174,10 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
     )
     family = str(config.get("model_type") or "")
     shape = replace(llama.shape(), family=family, why_general=why_no_fast_layers_of(config) or "")
+    tower = read_tower(config)
+    if tower is not None:
+        counted = shape.num_parameters + tower.num_parameters
+        shape = replace(shape, tower=tower, num_parameters=counted)
     experts = _first(numbers, *EXPERT_COUNTS) or 1
     width = _first(numbers, "moe_intermediate_size") or llama.intermediate
     if experts > 1:

@@ -34,6 +34,8 @@ class DataFacts:
     num_steps: int
     longest_row: int
     longest_target: int
+    patches: int = 0
+    """Patches of the pictures in a row, at most."""
     tokens_per_row: float
     evaluates: bool = True
     """True if there is data to evaluate on."""

@@ -190,6 +190,17 @@ class SftRecipe(TokenRecipe):
                 "--image_pixels has no effect.", why=f"{self.tokenizer.why_no_pictures}.", do="remove it"
             )
 
+    def most_patches(self) -> int:
+        vision = self.tokenizer.vision
+        if not self.has_pictures or vision is None:
+            return 0
+        sizes = self.train.picture_sizes()
+        patches = {place: sum(vision.num_patches(*size) for size in own) for place, own in sizes.items()}
+        if self.packed is None:
+            return max(patches.values(), default=0)
+        rows = self.packed.rows(0, min(self.num_rows(), _ROWS_SEARCHED))
+        return max(sum(patches.get(place, 0) for place in row.tolist()) for row in rows)
+
     def longest_batch(self, size: int) -> TokenBatch:
         pad_id = self.tokenizer.pad_id
         if self.packed is None:

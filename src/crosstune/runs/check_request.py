@@ -19,7 +19,7 @@ from crosstune.config.resolve.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, naming, raise_all
 from crosstune.core.events import Observers
-from crosstune.core.protocols import HasEvaluationData, HasLongestRows, HasMeanRow, Recipe
+from crosstune.core.protocols import HasEvaluationData, HasLongestRows, HasMeanRow, HasPictures, Recipe
 from crosstune.data.named_datasets import BUNDLED
 from crosstune.data.preflight import is_local_dataset
 from crosstune.data.read.columns import TARGETS, parse_columns
@@ -160,8 +160,8 @@ def check_plan(
                 activation_bytes=getattr(opened, "activation_bytes", None),
             )
     if checked.data is not None:
-        rows, targets = checked.data.longest_row, checked.data.longest_target
-        plan = resolve(config, replace(facts, longest_row=rows, longest_target=targets))
+        rows, targets, patches = (checked.data.longest_row, checked.data.longest_target, checked.data.patches)
+        plan = resolve(config, replace(facts, longest_row=rows, longest_target=targets, patches=patches))
     return plan, checked
 
 
@@ -365,6 +365,7 @@ def _measure(recipe: Recipe) -> DataFacts | None:
         num_steps=recipe.num_steps(),
         longest_row=recipe.longest_row(),
         longest_target=recipe.longest_target(),
+        patches=recipe.most_patches() if isinstance(recipe, HasPictures) else 0,
         tokens_per_row=recipe.tokens_per_row()
         if isinstance(recipe, HasMeanRow)
         else described.get("tokens", 0) / max(1, rows) or recipe.longest_row(),

@@ -21,7 +21,7 @@ from crosstune.config.schema import Config
 from crosstune.config.time_limits import limit_warnings
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Observer, Preparing, StepMetrics
-from crosstune.core.protocols import HasLongestRows, Recipe
+from crosstune.core.protocols import HasLongestRows, HasPictures, Recipe
 from crosstune.core.schedule import Extension
 from crosstune.distributed.group import (
     check_same_everywhere,
@@ -114,7 +114,8 @@ def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> Pr
             _show(plan, screen, kinds=("change",))
             raise
     target = recipe.longest_target() if isinstance(recipe, HasLongestRows) else None
-    facts = replace(facts, longest_row=recipe.longest_row(), longest_target=target)
+    patches = recipe.most_patches() if isinstance(recipe, HasPictures) else 0
+    facts = replace(facts, longest_row=recipe.longest_row(), longest_target=target, patches=patches)
     plan = resolve(config, facts)
     recipe.configure(plan.config)
     if config.batch_size == AUTO:

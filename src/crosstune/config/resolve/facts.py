@@ -57,6 +57,8 @@ class Facts:
     """Tokens in the longest row, once the data is loaded; replaces the context in memory estimates."""
     longest_target: int | None = None
     """Maximum tokens per row that reach the head, once the data is loaded; None: all."""
+    patches: int = 0
+    """Maximum patches of the pictures in a row, once the data is loaded."""
     corrections: Mapping[str, Correction] = field(default_factory=dict)
     """Backend -> correction of memory estimates, from earlier runs on this machine."""
     preset: Mapping[str, Preset] = field(default_factory=dict)

@@ -84,6 +84,14 @@ class Corpus:
             **self._picture_stats(),
         }
 
+    def picture_sizes(self) -> dict[int, list[tuple[int, int]]]:
+        """Return the sizes of the pictures of the examples with pictures."""
+        places = np.flatnonzero(self.store.picture_ends[self.kept]).tolist()
+        return {
+            place: [(one.width, one.height) for one in self.store.pictures_of(int(self.kept[place]))]
+            for place in places
+        }
+
     def _picture_stats(self) -> dict[str, Any]:
         """Return the number of pictures, their tokens and the range of their sizes; nothing for text."""
         found = [
