@@ -131,10 +131,32 @@ def print_kernels(step: Callable[[], Any], *, step_s: float) -> None:
     print(
         f"  kernels {total:.1f} ms in {sum(n for _, n in times.values()):,} launches; the step {1000 * step_s:.1f} ms"
     )
+    print_idle(profile, on_gpu=on_gpu)
     for group, spent in sorted(groups.items(), key=lambda one: -one[1]):
         print(f"  {spent:8.2f} ms  {group}")
     for name, (spent, count) in sorted(times.items(), key=lambda one: -one[1][0])[:30]:
         print(f"    {spent:8.2f} ms {count:5} x  {name[:110]}", flush=True)
+
+
+def print_idle(profile: Any, *, on_gpu: bool) -> None:
+    """Print the time in which no kernel ran, and the longest gaps with the kernels around them."""
+    kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    ran = sorted(
+        (e.time_range.start, e.time_range.end, e.name) for e in profile.events() if e.device_type == kind
+    )
+    gaps, until, last = [], ran[0][1], ran[0][2]
+    for start, end, name in ran:
+        if start > until:
+            gaps.append((start - until, last, name))
+        if end > until:
+            until, last = end, name
+    long = [gap for gap in gaps if gap[0] > 100]
+    print(
+        f"  idle {sum(gap[0] for gap in gaps) / 1000:.1f} ms in {len(gaps):,} gaps, of which "
+        f"{sum(gap[0] for gap in long) / 1000:.1f} ms in {len(long)} gaps of more than 0.1 ms"
+    )
+    for gap, before, after in sorted(gaps, reverse=True)[:12]:
+        print(f"    {gap / 1000:8.2f} ms  {before[:60]} -> {after[:60]}")
 
 
 def measure(

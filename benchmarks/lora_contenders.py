@@ -27,6 +27,7 @@ OURS: dict[str, dict[str, Any]] = {
     },
     "ours fp8": {"base_precision": "fp8"},
     "ours nf4 in fp8": {"train_type": "qlora", "base_precision": "fp8"},
+    "ours full": {"train_type": "full", "precision": "bf16_autocast"},
 }
 PEERS = (
     "peft bf16",
@@ -39,6 +40,8 @@ PEERS = (
     "unsloth nf4",
     "unsloth nf4 recompute",
     "unsloth bf16 packed",
+    "peft full",
+    "liger full",
 )
 OURS_ON_CPU: dict[str, dict[str, Any]] = {
     "ours fp32": {"precision": "fp32"},
@@ -192,7 +195,8 @@ def _peft(name: str, job: dict[str, Any]) -> Any:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    dtype = torch.bfloat16 if job["precision"] == "bf16" else torch.float32
+    whole = name.endswith("full")  # fp32 weights, computed in bf16
+    dtype = torch.bfloat16 if job["precision"] == "bf16" and not whole else torch.float32
     quantized = None
     if " nf4" in name:
         quantized = BitsAndBytesConfig(
@@ -206,6 +210,8 @@ def _peft(name: str, job: dict[str, Any]) -> Any:
     )
     if name.endswith("recompute"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if whole:
+        return model
     model = get_peft_model(
         model, LoraConfig(r=job["rank"], lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM")
     )

@@ -5,6 +5,7 @@
     python benchmarks/lora_gpu.py speed --shape 7b --contenders ours,unsloth --budget 480
     python benchmarks/lora_gpu.py short --shape 7b       # examples of 250 tokens on average: packed against padded
     python benchmarks/lora_gpu.py profile --contenders 'ours bf16'
+    python benchmarks/lora_gpu.py speed --shape 1.2b --contenders 'ours full,peft full,liger full'   # all weights
     python benchmarks/lora_gpu.py all --smoke            # the same code with a tiny model on the CPU
 
 Each contender runs in a separate process, in the order A B C C B A with two rounds. No contender starts after --budget
@@ -178,7 +179,11 @@ def print_table(part: str, rows: list[dict[str, Any]], limit: dict[str, float], 
         row = next(r for r in good if r["contender"] == name and r["tok_s"] == speed)
         share = ""
         if limit.get("dense"):
-            share = f"{speed * SHAPES[row['shape']].flops_per_token(rank=rank) / limit['dense']:.2f}"
+            shape = SHAPES[row["shape"]]
+            flops = (
+                shape.full_flops_per_token() if name.endswith("full") else shape.flops_per_token(rank=rank)
+            )
+            share = f"{speed * flops / limit['dense']:.2f}"
         peak = f"{row['peak_gib']:.1f}" if row["peak_gib"] is not None else ""
         ratio = f"{speed / rival:.2f}" if rival else ""
         kernels = (row["launches"] or {}).get("kernels", "")

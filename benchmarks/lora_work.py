@@ -47,6 +47,11 @@ class Shape:
         frozen = 4 * (self.num_linear + self.hidden * self.vocab)
         return frozen + attention + self.adapter_flops_per_token(rank=rank)
 
+    def full_flops_per_token(self) -> float:
+        """The operations of a step that trains all weights."""
+        attention = 3.5 * 2 * self.context * self.num_heads * self.head_dim * self.num_layers
+        return 6 * (self.num_linear + self.hidden * self.vocab) + attention
+
     def adapter_flops_per_token(self, *, rank: int) -> float:
         inputs = 2 * self.hidden + self.num_heads * self.head_dim
         outputs = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) + 2 * self.hidden
@@ -58,6 +63,15 @@ SHAPES = {
     "7b": Shape(hidden=4096, intermediate=11008, num_layers=32, num_heads=32, num_kv_heads=32, vocab=32000),
     "8b": Shape(hidden=4096, intermediate=14336, num_layers=32, num_heads=32, num_kv_heads=8, vocab=128256),
     "0.5b": Shape(hidden=896, intermediate=4864, num_layers=24, num_heads=14, num_kv_heads=2, vocab=151936),
+    "1.2b": Shape(
+        hidden=2048,
+        intermediate=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        vocab=128256,
+        context=1024,
+    ),
     "135m": Shape(
         hidden=576,
         intermediate=1536,

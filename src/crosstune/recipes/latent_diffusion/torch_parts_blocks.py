@@ -402,42 +402,53 @@ class FusedBlocks:
         parameters = [p for one in self.modulating.layers for p in (one.weight, one.bias)]
         everything: torch.Tensor = _Modulations.apply(cond, self.modulating, *parameters)
         parts = everything.unflatten(1, (-1, text.shape[1])).unbind(1)
-        now = (text, None, None, latent, None, None)
+        now: tuple[torch.Tensor | None, ...] = (text, None, latent, None)
+        biases: tuple[torch.Tensor | None, ...] = (None, None)
         for number, block in enumerate(self.blocks):
             is_last = number == len(self.blocks) - 1
             keeps = (keeps_text or not is_last, keeps_latent or not is_last)
             of_block = parts[12 * number : 12 * number + 12]
             gates = (parts[12 * number - 7], parts[12 * number - 1]) if number else (None, None)
-            arguments = (now, of_block, gates, block, packed, keeps)
+            arguments = (block, packed, keeps, *now, *biases, *gates, *of_block)
             if recomputes:
-                now = checkpoint(self._run, *arguments, use_reentrant=False, preserve_rng_state=False)
+                # Reentrant, with its inputs as a flat list: a third of the calls on the host, which is the slower side here.
+                now = checkpoint(self._run, *arguments, use_reentrant=True, preserve_rng_state=False)
             else:
                 now = self._run(*arguments)
+            biases = (block.text.down.bias, block.latent.down.bias)
         last = 12 * len(self.blocks)
         found = []
         for stream, kept, at in ((0, keeps_text, last - 7), (1, keeps_latent, last - 1)):
-            x, branch, bias = now[3 * stream : 3 * stream + 3]
+            x, branch = now[2 * stream : 2 * stream + 2]
             segments = (packed.text, packed.latent)[stream]
             if kept:
                 shift, scale = parts[last + 2 * stream : last + 2 * stream + 2]
-                x = Pending(x, branch, bias, parts[at]).modulate(shift, scale, segments, self.operations)
+                x = Pending(x, branch, biases[stream], parts[at]).modulate(
+                    shift, scale, segments, self.operations
+                )
             found.append(x)
         return found[0], found[1]
 
     def _run(
         self,
-        now: tuple[Any, ...],
-        parts: Sequence[torch.Tensor],
-        gates: tuple[torch.Tensor | None, torch.Tensor | None],
         block: FusedBlock,
         packed: Packed,
         keeps: tuple[bool, bool],
+        *tensors: Any,
     ) -> tuple[Any, ...]:
-        """Run a block. A stream is passed on as its sum so far, the output to add, and the bias of that output."""
+        """Run a block. A stream is passed on as its sum so far and the output to add; the bias of that output and its gate
+        follow in `tensors`, and then the modulations of this block."""
+        text, text_branch, latent, latent_branch, *others = tensors
+        (text_bias, latent_bias, text_gate, latent_gate), parts = others[:4], others[4:]
         operations = self.operations
         streams = (
-            (Pending(now[0], now[1], now[2], gates[0]), block.text, packed.text, parts[:6]),
-            (Pending(now[3], now[4], now[5], gates[1]), block.latent, packed.latent, parts[6:]),
+            (Pending(text, text_branch, text_bias, text_gate), block.text, packed.text, parts[:6]),
+            (
+                Pending(latent, latent_branch, latent_bias, latent_gate),
+                block.latent,
+                packed.latent,
+                parts[6:],
+            ),
         )
         inputs = [
             pending.modulate(part[0], part[1], segments, operations) for pending, _, segments, part in streams
@@ -455,7 +466,7 @@ class FusedBlocks:
                 x = pending.modulate(part[3], part[4], segments, operations)
                 parameters = (stream.up.weight, stream.up.bias, stream.down.weight)
                 branch = _FeedForward.apply(x, stream.up, stream.down, operations, *parameters)
-            found += [pending.x, branch, stream.down.bias if kept else None]
+            found += [pending.x, branch]
         return tuple(found)
 
 
