@@ -117,7 +117,10 @@ def encode_answers(items: Sequence[Item], *, tokenizer: Tokenizer) -> list[list[
             model_limit=None,
         )
         found |= dict(zip(others, corpus, strict=True))
-    return [found[place].tokens[: reward_place(found[place], tokenizer) + 1].tolist() for place in range(len(rows))]
+    return [
+        found[place].tokens[: reward_place(found[place], tokenizer) + 1].tolist()
+        for place in range(len(rows))
+    ]
 
 
 def reward_place(example: Example, tokenizer: Tokenizer) -> int:
