@@ -29,7 +29,7 @@ def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_the_plans_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    here, small, as_json, cluster, names = (run(command, capsys) for command in PLANS)
+    here, small, as_json, cluster, names, longest = (run(command, capsys) for command in PLANS)
     for title in ("parameters", "memory", "of which", "steps"):
         assert f"\n{title}" in here
     for line in PAGE.text.splitlines():
@@ -43,6 +43,7 @@ def test_the_plans_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(planned["memory_parts"].values()) == planned["estimated_bytes"]
     assert "4 x 8, full_shard" in cluster and "at 30 an hour" in cluster
     assert {"h200", "rtx-4090"} <= set(names.split())
+    assert "\nlongest " in longest and "tokens in one row" in longest
 
 
 def test_the_search_of_the_page(capsys: pytest.CaptureFixture[str], home: Path) -> None:

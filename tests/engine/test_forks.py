@@ -105,7 +105,9 @@ def test_general_layers(name: str) -> None:
 def test_the_layout_of_keys() -> None:
     batch = fork_rows([[make_fork(3, 2, 2)]], pad_id=0)
     query_bounds, key_bounds, keys = key_layout(
-        ForkedBatch(**{name: array[:, :8] for name, array in vars(batch).items() if array is not None})
+        ForkedBatch(
+            **{name: array[:, :8] for name, array in vars(batch).items() if isinstance(array, np.ndarray)}
+        )
     )
     assert query_bounds.tolist() == [0, 5, 8] and key_bounds.tolist() == [0, 5, 10]
     assert keys.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7]

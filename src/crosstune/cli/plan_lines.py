@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Line
-from crosstune.cli.terminal.output import count, duration, size
+from crosstune.cli.terminal.figures import count, duration, size
 from crosstune.config.load import environment_of
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config

@@ -7,15 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
 import numpy as np
 
 from crosstune.backends._host import memory_bytes, processor_device
 from crosstune.core.backend import BackendSpec
 from crosstune.core.profiling import Limits, ProfileSettings, Recorded
 from crosstune.estimate.machine import BackendReport, Device
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 BUDGET_S = 0.25
 _SIZE = {"cpu": 512, "gpu": 4096}
@@ -43,9 +45,13 @@ class MlxProfiler:
         return contextlib.nullcontext()
 
     def synchronize(self) -> None:
+        import mlx.core as mx
+
         mx.synchronize()
 
     def measure_limits(self) -> Limits | None:
+        import mlx.core as mx
+
         kind = "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
         size, num_bytes = _SIZE[kind], _COPIED_BYTES[kind]
         key = mx.random.key(0)
@@ -61,6 +67,8 @@ class MlxProfiler:
 
 def shortest_s(work: Callable[[], mx.array]) -> float:
     """Return the shortest time of one call."""
+    import mlx.core as mx
+
     mx.eval(work())
     best, start = float("inf"), time.perf_counter()
     while time.perf_counter() - start < BUDGET_S:

@@ -24,8 +24,8 @@ from crosstune.models.locate import ModelFolder
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
 _SETTINGS = {"lora": OnResume.ADAPTER, "dora": OnResume.ADAPTER, "llama_pro": OnResume.NEW_BLOCKS}
 """Method -> kind of the options that determine the meaning of its weights."""
-_LATER = ("init_lora", "layers_to_transform", "modules_to_save", "add_tokens")
-"""Adapter options that older checkpoints lack: recorded if they differ from the default."""
+_ALWAYS = ("lora_alpha", "lora_rank", "lora_target_modules", "use_rslora", "num_new_blocks")
+"""Options that every checkpoint records. Older checkpoints lack the others: recorded if they differ from the default."""
 _TITLES = {"data": "training data", "eval_data": "evaluation data"}
 
 
@@ -88,7 +88,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     settings = {"method": plan.method} | {
         name: value
         for name in sorted(names)
-        if (value := getattr(plan.config, name)) != defaults[name].default or name not in _LATER
+        if (value := getattr(plan.config, name)) != defaults[name].default or name in _ALWAYS
     }
     layers = read_mlx_settings(plan.config.mlx_config).num_layers if plan.method in ("lora", "dora") else None
     return settings | ({"num_layers": layers} if layers not in (None, -1) else {})

@@ -122,9 +122,9 @@ def diverge(bench: Bench, method: str) -> Trial:
 
 def _raise_rate() -> None:
     """The option takes no such rate."""
-    from crosstune.loop import train
+    from crosstune.loop import step
 
-    train.learning_rate = lambda *args, **options: 1e30
+    step.learning_rate = lambda *args, **options: 1e30
 
 
 def bad_example(bench: Bench, method: str, *, allowed: int) -> Trial:

@@ -18,7 +18,7 @@ from crosstune.cli.arguments import (
     read_path,
     read_run_path,
 )
-from crosstune.cli.terminal.output import size
+from crosstune.cli.terminal.figures import size
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 from crosstune.files.outputs import check_output_folder
 from crosstune.files.paths import shown_path

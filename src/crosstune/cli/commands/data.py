@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Parser, announce_command, at_least, parse_config, print_result
-from crosstune.cli.terminal.output import count
+from crosstune.cli.terminal.figures import count
 from crosstune.cli.terminal.streams import styled
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.safe_text import printable

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from crosstune.cli.arguments import Line, Parser, print_result
-from crosstune.cli.terminal.output import ERROR, GOOD, QUIET, STRONG, WARNING, ratio, size
+from crosstune.cli.terminal.figures import ratio, size
+from crosstune.cli.terminal.output import ERROR, GOOD, QUIET, STRONG, WARNING
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Parser, announce_command, at_least, parse_config, print_json
-from crosstune.cli.terminal.output import duration
+from crosstune.cli.terminal.figures import duration
 from crosstune.config.recipe_spec import trained_name
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
@@ -188,7 +188,7 @@ def _why_none(found: Climbed) -> str:
 
 
 def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None:
-    from crosstune.cli.terminal.output import size
+    from crosstune.cli.terminal.figures import size
     from crosstune.ladder.trial import median
 
     kept = [step for step in found.steps if step.outcome == "kept"]

@@ -18,7 +18,8 @@ from crosstune.cli.arguments import (
     read_path_or_name,
     read_run,
 )
-from crosstune.cli.terminal.output import Output, count, size
+from crosstune.cli.terminal.figures import count, size
+from crosstune.cli.terminal.output import Output
 from crosstune.config.load import cache_override
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.files.paths import shown_path

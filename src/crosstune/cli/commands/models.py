@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crosstune.cli.arguments import Parser, print_result
-from crosstune.cli.terminal.output import size
+from crosstune.cli.terminal.figures import size
 from crosstune.config.load import cache_override
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from crosstune.cli.arguments import Parser, announce_command, print_result, read_path, read_run
-from crosstune.cli.terminal.output import Output, size
+from crosstune.cli.terminal.figures import size
+from crosstune.cli.terminal.output import Output
 from crosstune.files.atomic_files import put_new, remove_abandoned, staging_folder
 
 EXAMPLES = """examples:

@@ -15,17 +15,8 @@ from crosstune.cli.arguments import (
     read_path_or_name,
     read_run,
 )
-from crosstune.cli.terminal.output import (
-    QUIET,
-    STRONG,
-    WARNING,
-    Column,
-    duration,
-    figure,
-    size,
-    table_lines,
-    terminal_width,
-)
+from crosstune.cli.terminal.figures import duration, figure, size
+from crosstune.cli.terminal.output import QUIET, STRONG, WARNING, Column, table_lines, terminal_width
 from crosstune.files.outputs import check_output
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Parser, announce_command, at_least, parse_config, print_json
-from crosstune.cli.terminal.output import duration, figure
+from crosstune.cli.terminal.figures import duration, figure
 from crosstune.config.recipe_spec import trained_name
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError

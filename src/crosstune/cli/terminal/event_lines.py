@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.terminal.output import ERROR, GOOD, QUIET, STRONG, WARNING, count, duration, figure, size
+from crosstune.cli.terminal.figures import count, duration, figure, size
+from crosstune.cli.terminal.output import ERROR, GOOD, QUIET, STRONG, WARNING
 from crosstune.config.recipe_spec import read_options
 from crosstune.core.events import (
     Adjusted,

@@ -17,7 +17,8 @@ from rich.live import Live
 from rich.text import Text
 
 from crosstune.cli.terminal.event_lines import event_lines
-from crosstune.cli.terminal.output import GOOD, QUIET, STRONG, WARNING, Output, duration, figure, size
+from crosstune.cli.terminal.figures import duration, figure, size
+from crosstune.cli.terminal.output import GOOD, QUIET, STRONG, WARNING, Output
 from crosstune.cli.terminal.streams import Stream
 from crosstune.config.conditions import screen_in
 from crosstune.config.schema import Config

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -23,9 +24,6 @@ from crosstune.recipes.latent_diffusion import torch_parts_plain
 from crosstune.recipes.latent_diffusion.torch_parts_plain import Segments
 from crosstune.torch_engine.kernels import decoder
 from crosstune.torch_engine.kernels.attention import attends_by_document, prefer_cudnn
-
-if TYPE_CHECKING:
-    from crosstune.recipes.latent_diffusion.torch_parts_model import Block, LatentDiffusionModel, Linear
 
 _CHUNK = 16
 """Tokens that one program of a kernel computes, all of the same row."""
@@ -119,7 +117,7 @@ def product_of_rows(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 class Copies:
     """The linear layers of the blocks in the compute dtype, copied again after each update."""
 
-    def __init__(self, linears: Sequence[Linear], dtype: torch.dtype) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], dtype: torch.dtype) -> None:
         self._sources: list[torch.Tensor] = [p.detach() for one in linears for p in (one.weight, one.bias)]
         self._parameters = [p for one in linears for p in (one.weight, one.bias)]
         rows = sum(len(one.weight) for one in linears)
@@ -355,11 +353,11 @@ class Pending:
 class FusedBlocks:
     """All blocks of a model, with the modulations after them. They share its parameters."""
 
-    def __init__(self, model: LatentDiffusionModel, *, operations: Any = None) -> None:
+    def __init__(self, model: Any, *, operations: Any = None) -> None:
         self.operations = (
             choose_operations(model.token_embedding.weight.device) if operations is None else operations
         )
-        blocks: list[Block] = list(model.blocks)
+        blocks = list(model.blocks)
         streams = [stream for block in blocks for stream in (block.text, block.latent)]
         linears = [one for stream in streams for one in (stream.qkv, stream.out, stream.up, stream.down)]
         modulating = [stream.modulation for stream in streams]

@@ -16,7 +16,7 @@ from crosstune.config.load import cache_override
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer, Observers, Warned
-from crosstune.core.intervals import Z95
+from crosstune.core.intervals import mean_interval
 from crosstune.core.protocols import (
     Array,
     Backward,
@@ -41,7 +41,7 @@ from crosstune.recipes.rl.rewards.check_rewards import check_columns
 from crosstune.recipes.rl.rewards.judged import FindJudge
 from crosstune.recipes.rl.rewards.open_rewards import open_rewards
 from crosstune.recipes.rl.rollouts import Generator, Rollouts, measure
-from crosstune.recipes.rl.verdicts import Verdicts, deviation_name, mean_name, num_scored
+from crosstune.recipes.rl.verdicts import Verdicts, mean_name
 from crosstune.recipes.sft import open_tokenizer, write_tokenizer
 
 _REWARDS = "rewards"
@@ -347,13 +347,14 @@ class RlRecipe:
         names = self.rewards.names
         metrics = measure(found, names, self.rewards.weights)
         del metrics["frac_reward_zero_std"]
-        intervals = {}
-        for name in ("", *names):
-            mean, count = metrics[mean_name(name)], num_scored(metrics, name, num=len(groups))
-            if count > 1:
-                half = Z95 * metrics[deviation_name(name)] / math.sqrt(count)
-                intervals[mean_name(name)] = (mean - half, mean + half)
         rewards = found.rewards(self.rewards.weights)
+        scored = {"": rewards, **{name: scores[:, :, place] for place, name in enumerate(names)}}
+        known = {name: values[np.isfinite(values)].tolist() for name, values in scored.items()}
+        intervals = {
+            mean_name(name): interval
+            for name, values in known.items()
+            if (interval := mean_interval(values)) is not None
+        }
         samples = [
             Sample(
                 prompt=prompt.text,
