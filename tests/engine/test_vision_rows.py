@@ -52,8 +52,10 @@ def test_counts_are_those_of_the_image_processors() -> None:
         vision.limited(20)
 
 
-def corpus_of(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> Corpus:
-    folder = write_folder(tmp_path / "model", "qwen2_5_vl")
+def corpus_of(
+    tmp_path: Path, rows: list[dict[str, Any]], *, family: str = "qwen2_5_vl", **options: Any
+) -> Corpus:
+    folder = write_folder(tmp_path / "model", family)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings: dict[str, Any] = {"context_length": 2048, "truncation": "error"} | options
