@@ -67,6 +67,8 @@ class Trained:
             return f"it trained {', '.join(self.settings['modules_to_save'])} in full"
         if self.settings.get("target_parameters"):
             return "it adapts experts"
+        if self.record.get("rope_scaling"):
+            return "the positions of its base were scaled by --rope_scaling, which an adapter cannot carry"
         return "it added tokens" if self.record.get("add_tokens") else ""
 
     def options(self, *, quantized: bool = True) -> dict[str, Any]:
@@ -84,6 +86,7 @@ class Trained:
             "layers_to_transform": _layers(self.settings.get("layers_to_transform")),
             "modules_to_save": ",".join(self.settings.get("modules_to_save") or ()) or None,
             "add_tokens": self.record.get("add_tokens"),
+            **dict(self.record.get("rope_scaling") or {}),
             "precision": self.precision,
         }
         spec = self.quantization if quantized else None
