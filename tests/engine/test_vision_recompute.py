@@ -11,6 +11,7 @@ from planned import plan_on
 from test_vision_rows import corpus_of, row_of
 from vision_models import FAMILIES, draw, tiny_vision
 
+from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import pad_rows
 from crosstune.estimate.vision_families import family_of, is_tower
 from crosstune.torch_engine.open import open_session
@@ -54,3 +55,10 @@ def test_gradients_are_the_same_and_stop_before_a_frozen_tower(
     again, in_tower = gradients(folder, examples, train_vision_tower=tower, use_gradient_checkpointing=True)
     assert kept.keys() == again.keys() and all(torch.equal(kept[name], again[name]) for name in kept)
     assert (True in in_tower) == tower
+
+
+def test_no_blocks_are_added(tmp_path: Path) -> None:
+    folder = tiny_vision(tmp_path / "model", "gemma3")
+    plan = plan_on("cpu-laptop", model_name=str(folder), train_type="llama_pro", backend="cpu")
+    with pytest.raises(UserError, match="llama_pro does not work with gemma3"):
+        open_session(plan, model_folder=folder, task=VisionLM())
