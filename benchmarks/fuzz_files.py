@@ -3,6 +3,7 @@
     make fuzz
     python benchmarks/fuzz_files.py --cases 3000 --seed 1
     python benchmarks/fuzz_files.py --cases 500 --only preference
+    python benchmarks/fuzz_files.py --cases 500 --only pictures
     python benchmarks/fuzz_files.py --cases 5000 --jobs 8 --seconds 400
     python benchmarks/fuzz_files.py --cases 1 --seed 4711      # one case again, with its files kept
 
@@ -30,7 +31,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(TESTS / "faults"), str(TESTS)]
 
 SECONDS = 120.0
 """For one case, with the children it starts."""

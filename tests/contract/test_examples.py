@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -83,6 +85,22 @@ def test_rl_yaml_with_a_tiny_model(home: Path, monkeypatch: pytest.MonkeyPatch) 
     ]
     printed = _run([*words, "--backend", "cpu", "--max_new_tokens", "4", "--batch_size", "1"], home)
     assert "reward 0" in printed and (home / "runs/colors/adapter").is_dir()
+
+
+@pytest.mark.slow
+def test_a_tiny_model_learns_to_read_pictures(home: Path) -> None:
+    """Color and number of the squares, in pictures that training has not seen."""
+    _run([sys.executable, "examples/pictures.py", "pictures"], home)
+    hashes = [
+        {hashlib.sha256(path.read_bytes()).digest() for path in (home / "pictures" / part).glob("*.png")}
+        for part in ("train", "held_out")
+    ]
+    assert list(map(len, hashes)) == [2000, 100] and not hashes[0] & hashes[1]
+    _run(["crosstune", "train", "--config", "examples/pictures.yaml", "--backend", "cpu"], home)
+    events = map(json.loads, (home / "runs/pictures/events.jsonl").read_text().splitlines())
+    scores = [event["metrics"]["exact_match"] for event in events if event["kind"] == "evaluation"]
+    assert scores[0] < 0.05 and scores[-1] > 0.9
+    assert (home / "runs/pictures/report.html").read_text().count('src="data:image/jpeg;base64,') >= 40
 
 
 def test_qlora_fits_a_24_gb_card(home: Path) -> None:

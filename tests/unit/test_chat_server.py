@@ -48,6 +48,23 @@ def test_a_web_page_needs_a_key(key: str) -> None:
         router.shutdown()
 
 
+def test_every_address_of_the_models_says_that_they_load() -> None:
+    with Router("127.0.0.1", 0) as router:
+        router.start()
+
+        def answer(path: str) -> tuple[int, Any]:
+            asked = http.client.HTTPConnection("127.0.0.1", router.port, timeout=60)
+            asked.request("GET", path)
+            found = asked.getresponse()
+            return found.status, json.loads(found.read())
+
+        assert [answer(path)[0] for path in ("/health", "/v1/models", "/v1/models/m")] == [503] * 3
+        router.routes.models["m"] = Upstream(port=1, model="m")
+        assert answer("/health")[0] == 200 and answer("/v1/models")[1]["data"][0]["id"] == "m"
+        assert answer("/v1/models/m")[0] == 200 and answer("/v1/models/other")[0] == 404
+        router.shutdown()
+
+
 def test_a_rebound_name_is_not_the_servers_own_page() -> None:
     """A server for the network, without a key: programs may call it by any name, pages only by one that DNS cannot change."""
     with Router("127.0.0.1", 0) as router:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from crosstune.core.intervals import differ, wilson
+from crosstune.core.intervals import differ, mean_interval, wilson
 from crosstune.recipes.judge.evaluation import evaluate_items
 from crosstune.recipes.judge.items import Item, Scale
 from crosstune.recipes.judge.judge import Judgement
@@ -50,6 +50,14 @@ def test_benchmarks_at_0_and_1_have_intervals_and_few_rows_prove_little() -> Non
     found = eval_rows([result("after", 12.5, stderr=1.0), result("before", 30.0, stderr=2.0)])
     assert found is not None and found["rows"][0]["after"] == "12.5000 (10.5400 to 14.4600)"
     assert found["rows"][0]["change"] == "\N{MINUS SIGN}17.5000, worse"
+
+
+def test_a_mean_without_spread_has_the_interval_of_a_fraction_or_none() -> None:
+    assert mean_interval([1.0] * 20) == pytest.approx((0.8389, 1.0), abs=1e-4)
+    assert mean_interval([0.0] * 5) == pytest.approx((0.0, 0.4345), abs=1e-4)
+    assert mean_interval([0.0, 1.0] * 5) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert mean_interval([0.5, 1.5]) == pytest.approx((1 - 1.959964 / 2, 1 + 1.959964 / 2))
+    assert mean_interval([0.7] * 9) is mean_interval([1.0]) is mean_interval([]) is None
 
 
 def test_a_judge_that_is_always_right_has_an_interval() -> None:

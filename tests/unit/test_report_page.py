@@ -31,7 +31,7 @@ from crosstune.models.tiny import tiny_model
 from crosstune.recipes.sft import SftRecipe
 from crosstune.report import RunFiles, load_run, write_report
 from crosstune.report.comparison import compare_runs, write_comparison
-from crosstune.report.formatting import change_between, display_of, show_option
+from crosstune.report.formatting import change_between, display_of, page_metrics, show_option
 from crosstune.report.next_steps import use_result
 from crosstune.report.outcome import end_of, evaluations, totals, training_loss
 from crosstune.report.run_list import read_listed
@@ -302,6 +302,45 @@ def test_the_direction_of_a_metric_is_that_of_its_name() -> None:
     assert change_between(2.0, 2.0, display_of("loss", [2.0])).verdict == "unchanged"
     bleu = display_of("bleu", [0.1, 30.0])
     assert bleu.label == "BLEU" and change_between(0.1, 30.0, bleu).amount.text == "+29.9 points"
+
+
+def test_the_page_of_rewards_shows_a_few_metrics_under_plain_names(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=4)
+    answers = {
+        "reward": 0.5,
+        "reward_std": 0.2,
+        "completions/mean_length": 9.0,
+        "completions/max_length": 12.0,
+    }
+    answers |= {"completions/clipped_ratio": 0.25, "completions/unscored_ratio": 0.0, "time/generate_s": 2.0}
+    for name, failed in (("right", 0.0), ("watch/short", 0.5)):
+        answers |= {
+            f"rewards/{name}/{key}": value for key, value in (("mean", 0.5), ("std", 0.1), ("failed", failed))
+        }
+    rows = [
+        {"time": 1.7e9, "kind": "evaluation", "step": step, "when": when, "metrics": answers, "samples": []}
+        for step, when in ((0, "before"), (4, "after"))
+    ]
+    write_lines(run / "events.jsonl", rows)
+    write_lines(run / "metrics.jsonl", [{"step": n, "loss": 0.1} | answers for n in range(1, 5)])
+    (run / "summary.json").unlink()
+    headings = " ".join(re.findall(r"<h3>(.*?)</h3>", write_report(run).read_text(encoding="utf-8")))
+    for label in ("reward right", "reward watch/short", "answers without reward watch/short", "cut answers"):
+        assert label in headings, label
+    for detail in (
+        "reward std",
+        "/std",
+        "rewards/",
+        "without reward right",
+        "max length",
+        "time/",
+        "completions/",
+    ):
+        assert detail not in headings, detail
+    one = {name: [value] for name, value in answers.items() if "watch" not in name}
+    assert page_metrics(one) == ["reward", "completions/mean_length", "completions/clipped_ratio"]
+    other = {"loss": [1.0], "rewards/accuracies": [0.5], "time": [1.0]}
+    assert page_metrics(other) == list(other)
 
 
 def test_a_recipe_records_a_typical_example_with_its_mask(tiny_model: Path, write_jsonl: Any) -> None:

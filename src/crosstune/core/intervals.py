@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 Interval = tuple[float, float]
@@ -16,6 +17,18 @@ def wilson(fraction: float, count: int) -> Interval:
     middle = (fraction + square / 2) / (1 + square)
     half = math.sqrt(fraction * (1 - fraction) * square + square**2 / 4) / (1 + square)
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """Return the 95 % interval of a mean: Wilson's if every value is 0 or 1. None for fewer than two values, and for equal
+    ones, which show no variation."""
+    if len(values) < 2:
+        return None
+    mean = statistics.fmean(values)
+    if set(values) <= {0.0, 1.0}:
+        return wilson(mean, len(values))
+    half = Z95 * statistics.stdev(values) / math.sqrt(len(values))
+    return (mean - half, mean + half) if half else None
 
 
 def differ(first: float, second: float, *, intervals: Sequence[Interval]) -> bool:

@@ -38,6 +38,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of vision-language models, which say how pictures become tensors."""
 _SWITCH = FLAG | NOTHING
 _NUMBER = real(-1e30, 1e30)
 _RANK = whole(1, 2**16)
@@ -300,8 +302,9 @@ def keep_adapter(source: Path, target: Path) -> None:
         put_new(staged, target)
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    for name in TOKENIZER_FILES:
+def copy_tokenizer(source: Path, target: Path, *, processor: bool = True) -> None:
+    """Copy the files of the tokenizer, and of the `processor` of pictures if there is one."""
+    for name in TOKENIZER_FILES + _PROCESSOR_FILES * processor:
         if (source / name).exists():
             shutil.copy2(source / name, target / name)
 
@@ -325,7 +328,7 @@ def replace_tokenizer(source: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if name != GENERATION:  # it also lists stop tokens
             (target / name).unlink(missing_ok=True)
-    copy_tokenizer(source, target)
+    copy_tokenizer(source, target, processor=False)
 
 
 def copy_template(adapter: Path, model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -17,6 +18,19 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FIRST_METRICS = ("loss", "exact_match", "rewards/accuracies", "rewards/margins")
 _FEW_METRICS = ("loss", "rewards/margins", "rewards/accuracies", "kl")
 """The metrics of preferences and distillation on the terminal; metrics.jsonl and the page have all."""
+_ANSWER_SHARES = {
+    "frac_reward_zero_std": "groups with equal rewards",
+    "completions/clipped_ratio": "cut answers",
+    "completions/unscored_ratio": "answers without a reward",
+    "clip_ratio/region_mean": "clipped tokens",
+}
+"""Fractions of generated answers, groups and tokens -> their labels."""
+_LABELS = _ANSWER_SHARES | {"completions/mean_length": "tokens per answer", "entropy": "entropy per token"}
+_PART = re.compile(r"rewards/(?P<name>.+)/(?P<kind>mean|failed)")
+_DETAIL = re.compile(
+    r"(?:reward_|rewards/.+/)std|completions/(?:max|mean_terminated)_length|clip_ratio/(?:low|high)_mean|(?:sampling|time)/.+"
+)
+"""Metrics of generated answers that only metrics.jsonl has."""
 _LOWER_IS_BETTER = frozenset(
     {"loss", "nll", "nats", "perplexity", "ppl", "error", "mse", "mae", "rmse", "wer", "cer", "ece"}
 )
@@ -36,7 +50,7 @@ _SHARES = frozenset(
     }
 )
 _HIGHER_IS_BETTER = _SHARES | frozenset(
-    {"bleu", "chrf", "rouge", "correlation", "spearman", "pearson", "kendall", "win", "margins"}
+    {"bleu", "chrf", "rouge", "correlation", "spearman", "pearson", "kendall", "win", "margins", "reward"}
 )
 _OUT_OF_100 = frozenset({"bleu", "chrf"})
 _SPELLING = {"bleu": "BLEU", "chrf": "chrF"}
@@ -106,6 +120,20 @@ def terminal_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     if "rewards/chosen" not in metrics:
         return dict(metrics)
     return {name: ranked(metrics)[name] for name in _FEW_METRICS if name in ranked(metrics)}
+
+
+def page_metrics(found: Mapping[str, Iterable[Any]]) -> list[str]:
+    """Return the names of the metrics for pages, given the values of each. Of generated answers these are a few: no spreads and
+    times, no failures where there are none, and no parts of a reward that has only one."""
+    parts = [name for name in found if (part := _PART.fullmatch(name)) and part["kind"] == "mean"]
+
+    def is_shown(name: str) -> bool:
+        if _DETAIL.fullmatch(name) or (len(parts) == 1 and name in parts and "reward" in found):
+            return False
+        rare = name.endswith("/failed") or name in _ANSWER_SHARES
+        return not rare or any(number(value) for value in found[name])
+
+    return [name for name in found if is_shown(name)]
 
 
 def byte_unit(size: float) -> tuple[str, int]:
@@ -183,7 +211,11 @@ def show_named(name: str, value: Any) -> FormattedValue:
 
 
 def label_of(name: str) -> str:
-    """Return an identifier as words: `num_steps` becomes `steps`."""
+    """Return an identifier as words: `num_steps` becomes `steps`, `rewards/exact/mean` becomes `reward exact`."""
+    if part := _PART.fullmatch(name):
+        return f"{'reward' if part['kind'] == 'mean' else 'answers without reward'} {part['name']}"
+    if name in _LABELS:
+        return _LABELS[name]
     return name.removeprefix("num_").replace("_", " ").strip() or name
 
 
@@ -246,7 +278,8 @@ def display_of(name: str, values: Sequence[float]) -> MetricDisplay:
     if name == "memory_bytes":
         unit, divisor = byte_unit(max(values, default=0.0))
         return make(show=show_bytes, unit=unit, divisor=divisor, from_zero=True, better=-1)
-    if words & _SHARES and all(0 <= value <= 1 for value in values):
+    is_share = words & _SHARES or "failed" in words or name in _ANSWER_SHARES
+    if is_share and all(0 <= value <= 1 for value in values):
         return make(show=show_share, unit="%", divisor=0.01, from_zero=True, points=100.0)
     return make(show=show_number, from_zero=name == "grad_norm", points=float(bool(words & _OUT_OF_100)))
 

@@ -16,6 +16,7 @@ from crosstune.report.formatting import (
     change_between,
     display_of,
     ordered,
+    page_metrics,
     ranked,
     show_bytes,
     show_count,
@@ -108,10 +109,11 @@ def _last(run: RunFiles, event: type[Event]) -> Mapping[str, Any]:
 
 
 def evaluations(run: RunFiles) -> list[MetricChange]:
-    """Return every evaluated metric before training and at the result's step, or else at the last evaluation."""
+    """Return the evaluated metrics before training and at the result's step, or else at the last evaluation."""
     before = ranked(mapping(run.summary.get("eval_before")) or _metrics_when(run, "before"))
     after, after_label = _result_evaluation(run) or _last_evaluation(run)
-    names = ordered(dict.fromkeys([*before, *after]))
+    both = {name: (before.get(name), after.get(name)) for name in [*before, *after]}
+    names = ordered(page_metrics(both))
     found = {name: _metric_change(name, before, after, labels=("before", after_label)) for name in names}
     for name, ends in mapping(run.summary.get("eval_intervals")).items():
         values = [value for end in listed(ends) if (value := number(end)) is not None]

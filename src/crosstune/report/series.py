@@ -10,6 +10,7 @@ from typing import Any
 from crosstune.core.events import Evaluated, StepMetrics
 from crosstune.loop.progress import WORSE, best_step
 from crosstune.report.files import RunFiles, mapping, number
+from crosstune.report.formatting import page_metrics
 
 Point = tuple[float, float | None]
 """A step and its value; None for a non-finite value."""
@@ -72,20 +73,21 @@ def smoothed_points(run: RunFiles, key: str, *, smoothing: float = 1.0) -> list[
 
 
 def task_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the metrics that a task adds to metrics.jsonl: floats, unlike the counts of a recipe."""
-    known = StepMetrics.__annotations__
-    added = (name for row in rows for name, value in row.items() if isinstance(value, float))
-    return [name for name in dict.fromkeys(added) if name not in known]
+    """Return the names of the metrics for the page that a task adds to metrics.jsonl: floats, unlike the counts of a recipe."""
+    added = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, float))
+    new = added.keys() - StepMetrics.__annotations__.keys()
+    return page_metrics({name: [row.get(name) for row in rows] for name in added if name in new})
 
 
 def evaluation_points(run: RunFiles) -> dict[str, list[Point]]:
-    """Return every evaluated metric over steps; the last value for a step that was evaluated twice."""
+    """Return the evaluated metrics of the page over steps; the last value for a step that was evaluated twice."""
     found: dict[str, dict[float, float | None]] = {}
     for event in run.events_of(Evaluated):
         step = evaluation_step(event, run)
         for name, value in mapping(event.get("metrics")).items():
             found.setdefault(str(name), {})[step] = number(value)
-    return {name: sorted(values.items(), key=lambda point: point[0]) for name, values in found.items()}
+    shown = page_metrics({name: values.values() for name, values in found.items()})
+    return {name: sorted(found[name].items(), key=lambda point: point[0]) for name in shown}
 
 
 def evaluation_step(event: Mapping[str, Any], run: RunFiles) -> float:

@@ -99,6 +99,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         if path in ("", "/health"):
             self._send(200 if models else 503, {"status": "ok" if models else "loading"})
+        elif path.startswith("/v1/models") and not models:
+            self._refuse(503, "The model is loading.")
         elif path == "/v1/models":
             self._send(200, {"object": "list", "data": [_describe(name) for name in models]})
         elif path.startswith("/v1/models/") and (name := path.removeprefix("/v1/models/")) in models:

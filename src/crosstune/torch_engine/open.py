@@ -153,6 +153,9 @@ def recompute_activations(model: nn.Module, plan: Plan) -> None:
     if reentrant and plan.method != "full":
         # Reentrant checkpointing needs at least one input that requires gradients.
         model.enable_input_require_grads()
+    elif hasattr(model, "_require_grads_hook"):
+        # transformers does so for all kinds: a frozen tower would keep its activations, and compute gradients.
+        model.disable_input_require_grads()
 
 
 def check_no_running_statistics(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from crosstune.checkpoint.manifest import MANIFEST, SEAL, seal
 from crosstune.cli.main import main
 from crosstune.models.adapter_files import PEFT_WEIGHTS
 from injection.hostile_pairs import preference_case
+from injection.hostile_pictures import PICTURE_KINDS
 from injection.hostile_results import RESULT_KINDS
 from injection.hostile_runs import RUN_KINDS, damage
 from injection.hostile_trained import TRAINED_KINDS, reseal
@@ -45,7 +46,7 @@ MODEL_FILES = (
     *("special_tokens_map.json", "model.safetensors", "model.safetensors.index.json"),
 )
 PREFERENCE = "preference"
-LATER_KINDS = {**RESULT_KINDS, **TRAINED_KINDS}
+LATER_KINDS = {**RESULT_KINDS, **TRAINED_KINDS, **PICTURE_KINDS}
 FIRST_RESULTS = 100
 """The tests run the cases before this number; they run the later kinds by name."""
 RUN_FILES = ("plan.json", "summary.json", "metrics.jsonl", "events.jsonl", "config.yaml")

@@ -351,6 +351,12 @@ def plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
     """Return the new blocks of a llama_pro plan; for a folder that has them already, by its name."""
     if plan.method != "llama_pro":
         return None
+    if family_of(config) is not None:
+        raise UserError(
+            f"--train_type llama_pro does not work with {config.model_type}.",
+            why="blocks are added to language models, and this model also reads pictures.",
+            do="use --train_type lora, or full",
+        )
     named, num_layers = read_expanded_name(folder.name), config.num_hidden_layers
     if named is None and not plan.config.llama_pro_path:
         return expand_evenly(num_layers, plan.config.num_new_blocks)
