@@ -10,7 +10,6 @@ from crosstune.config.resolve.check_long_rows import check_context_parallel, che
 from crosstune.config.resolve.choose_method import choose_method, default_rate, rate_warning
 from crosstune.config.resolve.facts import Facts
 from crosstune.config.resolve.fit_compute import (
-    check_context_parallel,
     fit_compile,
     fit_kernels,
     fit_precision,
