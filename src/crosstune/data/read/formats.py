@@ -387,7 +387,7 @@ def _parsed_list(value: Any, what: str) -> list[Any]:
 def _text(row: Row, column: str) -> str:
     value = row[column]
     if not isinstance(value, str):
-        raise UserError(f"The {column} column must contain text.", why=f"found {type(value).__name__}.")
+        raise UserError(f"The {column} column must contain text.", why=f"found {_short(value)}.")
     return value
 
 

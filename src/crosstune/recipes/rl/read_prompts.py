@@ -62,9 +62,10 @@ def read_prompt(row: Row, *, place: str = "") -> Prompt:
     check_media(row)
     name = next((each for each in ("prompt", *ALIASES) if row.get(each) is not None), None)
     if name is None:
-        raise UserError(
-            "The row has no prompt.", why=f"its columns are {', '.join(map(str, row)) or 'none'}.", do=_SHAPE
-        )
+        null = next((each for each in ("prompt", *ALIASES) if each in row), None)
+        why = f"its columns are {', '.join(map(str, row)) or 'none'}."
+        why = f"its column {null} is null." if null is not None else why
+        raise UserError("The row has no prompt.", why=why, do=_SHAPE)
     value = row[name]
     is_text = isinstance(value, str) and not is_conversation(value)
     if is_text:
