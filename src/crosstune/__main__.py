@@ -7,12 +7,17 @@ from typing import NoReturn
 
 _AT_ONCE = 130
 """`core.errors.EXIT_AT_ONCE`, not imported yet."""
+_SPINS = "1000"
+"""OpenMP threads of torch and llama.cpp wait for each other in a loop of this length, then sleep. By default they spin for
+milliseconds, which multiplies the time of every operation when other programs use the cores too."""
 
 
 def start() -> int:
     """Run the command line of this process and return its exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     from crosstune.cli.main import main
 
     return main()

@@ -18,7 +18,7 @@ from crosstune.config.load import make_config
 from crosstune.data.batches.token_batch import TokenBatch, pad_rows
 from crosstune.data.render.rendering import encode_conversation
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.models import gguf_families, gguf_writer
+from crosstune.models import gguf_families, gguf_writer, llama_cpp
 from crosstune.models.locate import locate
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
@@ -63,7 +63,8 @@ def export(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(printed.out)
     assert report["verified"]
     for line in printed.err.splitlines():
-        assert line.startswith(("export: ", "model  ", "warning  ", "changed  ", "chosen  ")), line
+        labels = ("export: ", "model  ", "check  ", "  ", "warning  ", "changed  ", "chosen  ")
+        assert line.startswith(labels), line
     return report
 
 
@@ -114,14 +115,16 @@ def test_gguf_comes_back_through_both_readers(
     tiny_model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     kind: str,
     bound: float,
 ) -> None:
     adapter, expected = trained
+    monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
     report = export(
         capsys, str(adapter), "--to", "gguf", "--gguf_type", kind, "--out", str(tmp_path / "gguf")
     )
-    assert report["own_reader"]["verified"]
+    assert report["own_reader"]["verified"] and report["checked_by"] == "transformers"
     assert report["own_reader"]["agreement"]["relative"] < (1e-4 if kind == "f32" else 0.1)
     file = tmp_path / "gguf" / report["file"]
     theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)

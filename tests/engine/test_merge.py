@@ -189,3 +189,14 @@ def test_a_wrong_merge_is_kept_as_unverified(
     assert main(["merge", str(adapter), "--out", str(tmp_path / "out"), "--backend", "cpu"]) == 2
     assert "out.unverified" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["out.unverified"]
+
+
+def test_prompts_that_share_a_pass_have_the_logits_of_each_alone(tiny_model: Path) -> None:
+    plan = make_plan(make_config(backend="cpu", precision="fp32", model_name=str(tiny_model)))
+    session: Any = open_torch(plan, model_folder=tiny_model)
+    prompts = [[5 + (n * k) % 200 for k in range(n)] for n in (1, 90, 7, 300, 300, 2)]
+    together = session.logits(prompts)
+    for prompt, found in zip(prompts, together, strict=True):
+        (alone,) = session.logits([prompt])
+        assert found.shape == alone.shape
+        torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(alone), rtol=0, atol=1e-4)

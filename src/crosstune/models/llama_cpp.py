@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,9 +98,11 @@ def ask(
     max_new_tokens: int = 0,
     tokens: Sequence[int] = (),
     adapter: Path | None = None,
+    show: Callable[[int], None] = lambda done: None,
 ) -> Answers:
     """Load a GGUF file in llama.cpp: tokenize `texts`, compute the logits of `prompts`, continue `starts` greedily, and
-    return which of `tokens` end an answer. `adapter` is a GGUF adapter to apply."""
+    return which of `tokens` end an answer. `adapter` is a GGUF adapter to apply; `show` receives the number of finished
+    prompts every second."""
     require_llama_cpp(f"Cannot open {path} in llama.cpp.")
     question = {
         "path": str(path),
@@ -113,23 +115,42 @@ def ask(
         "vocab_only": not prompts and not starts,
     }
     with tempfile.TemporaryDirectory() as scratch:
-        child = subprocess.run(
+        child = subprocess.Popen(
             [sys.executable, "-m", __name__, scratch],
-            input=json.dumps(question).encode(),
-            capture_output=True,
-            check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={"GOMP_SPINCOUNT": "1000", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
+        answer, said = _communicate(child, question, lambda: show(len(list(Path(scratch).glob("*.npy")))))
         if child.returncode:
-            lines = child.stderr.decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+            lines = said.decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
             raise LlamaCppFailed(
                 f"llama.cpp cannot use {path}.",
                 why=" ".join(" ".join(lines).split())[:500] or f"it ended with code {child.returncode}.",
                 do="report it as a bug with this message",
             )
-        reply: dict[str, Any] = json.loads(child.stdout)
+        reply: dict[str, Any] = json.loads(answer)
         logits = [np.load(Path(scratch) / f"{number}.npy") for number in range(len(prompts))]
     return Answers(**reply, logits=logits)
+
+
+def _communicate(
+    child: subprocess.Popen[bytes], question: Mapping[str, Any], show: Callable[[], None]
+) -> tuple[bytes, bytes]:
+    """Send the question and return what the child wrote on both streams; call `show` every second."""
+    asked: bytes | None = json.dumps(question).encode()
+    try:
+        while True:
+            try:
+                return child.communicate(asked, timeout=1.0)
+            except subprocess.TimeoutExpired:
+                asked = None
+                show()
+    except BaseException:
+        child.kill()
+        child.wait()
+        raise
 
 
 def _num_cores() -> int:
@@ -245,7 +266,7 @@ class _Model:
         for offset in (_NUM_CONTEXT, _NUM_BATCH, _NUM_MICRO_BATCH):
             parameters.set(offset, max(length, 32))
         for offset in (_THREADS, _BATCH_THREADS):
-            parameters.set(offset, max(1, _num_cores() // 2))  # its threads wait for each other in a loop
+            parameters.set(offset, _num_cores())
         parameters.set(_FLASH, 0)
         parameters.set(_TYPE_K, _F32)  # rounding of the cache would hide small differences
         parameters.set(_TYPE_V, _F32)

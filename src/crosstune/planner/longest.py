@@ -26,7 +26,9 @@ class LongestRow:
     options: dict[str, Any]
     """Options that save memory of long rows without changing the result; empty if the plan has them all."""
     trained_context: int | None
-    """The longest row that the model's positions were trained for; None if unknown."""
+    """The longest row that the model's positions were trained for or are scaled to; None if unknown."""
+    is_scaled: bool
+    """True with --rope_scaling."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,5 +69,6 @@ def find_longest(plan: Plan) -> LongestRow | None:
         as_planned=as_planned,
         with_savings=with_savings,
         options=options,
-        trained_context=shape.max_context,
+        trained_context=shape.max_context or None,
+        is_scaled=plan.config.rope_scaling != "none",
     )

@@ -9,13 +9,14 @@ from typing import Any
 from unicodedata import category, is_normalized
 
 from crosstune.core.errors import shown
+from crosstune.core.events import Observer, Preparing
 from crosstune.core.logit_distance import Logits, measure_agreement
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models import llama_cpp
 from crosstune.models.folder import read_config_json
 from crosstune.models.gguf_families import read_family
 from crosstune.models.gguf_tokenizer import find_kind, read_tokenizer
-from crosstune.results.opened import Opened, read_logits
+from crosstune.results.opened import Opened, read_logits, show_rows
 from crosstune.results.run_rows import RunRows
 from crosstune.results.verify import judge
 
@@ -45,6 +46,7 @@ def check_in_llama_cpp(
     file: Path,
     folder: Path,
     opened: Opened,
+    observer: Observer,
     *,
     kind: str,
     expected: Logits,
@@ -61,15 +63,19 @@ def check_in_llama_cpp(
     before = tokenizer.bos_token or "" if splitting.prefix == "first" else ""
     texts = [before + text for text in (*built_in, *rows.texts, *_MAY)]
     starts = rows.prompts or opened.prompts
+    prompts = [*opened.prompts, *rows.prompts]
+    show = show_rows(observer, f"check    {file.name} in llama.cpp", len(prompts), what="prompts")
     answers = llama_cpp.ask(
         file,
         texts=texts,
-        prompts=[*opened.prompts, *rows.prompts],
+        prompts=prompts,
         starts=starts,
         max_new_tokens=NEW_TOKENS,
         tokens=sorted(tokenizer.stop_ids),
         adapter=adapter,
+        show=show,
     )
+    show(len(prompts))
     encoded = tokenizer.rust.encode_batch(texts, add_special_tokens=False)
     different = [
         (place, text)
@@ -94,6 +100,7 @@ def check_in_llama_cpp(
     fixed, asked = answers.logits[: len(expected)], answers.logits[len(expected) :]
     verdict = judge(measure_agreement(expected, fixed), *formats)
     pairs = list(zip(starts, answers.continuations, strict=True))
+    observer.on_event(Preparing(doing="computing the same answers with the trained model"))
     logits = read_logits(folder, replace(opened, prompts=[[*prompt, *made] for prompt, made in pairs]))
     rounding = verdict["agreement"]["max_abs"]
     if asked:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.events import Evaluating, Observer
+from crosstune.core.events import Evaluating, Observer, Preparing
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.quantization import GGUF_PLAIN
 from crosstune.data.render.rendering import render
@@ -18,7 +18,7 @@ from crosstune.models import gguf, llama_cpp
 from crosstune.models.adapter_files import read_matrices
 from crosstune.models.folder import read_config_json
 from crosstune.models.gguf_families import read_family, tensor_name
-from crosstune.models.gguf_writer import Importance, is_readable, write_adapter, write_gguf
+from crosstune.models.gguf_writer import Importance, write_adapter, write_gguf
 from crosstune.models.quantized_folder import read_quantization, stored_format
 from crosstune.models.staged import Stage
 from crosstune.results.gguf_check import bound_name, check_in_llama_cpp
@@ -44,9 +44,8 @@ def write_model(
     max_kl: float | None = None,
     title: str = "",
 ) -> dict[str, Any]:
-    """Write a GGUF file, and check it with transformers' and crosstune's readers if they read its family, and in
-    llama.cpp if it is installed. `rows` are the run's rows, `title` is its final name; `weighted` measures an importance
-    matrix, `max_kl` chooses the type."""
+    """Write a GGUF file, and check it in llama.cpp or, without it, with transformers' and crosstune's readers. `rows` are the
+    run's rows, `title` is its final name; `weighted` measures an importance matrix, `max_kl` chooses the type."""
     plain = stored_format(source.folder).replace("fp", "f")
     stage.result.mkdir()
     said = []
@@ -66,36 +65,31 @@ def write_model(
         def write(path: Path, kind: str, types: Mapping[str, str], similar: Path | None) -> None:
             _write(source.folder, path, kind, f"{kind}, to measure", observer, importance, types, similar)
 
-        search = Search(source.folder, opened, rows.held_out, write, stage.scratch)
+        search = Search(source.folder, opened, rows.held_out, write, stage.scratch, observer)
         chosen, trials = search.run(plain=plain, max_kl=max_kl, weighted=weighted)
         kind = chosen.kind
         name = "model-auto.gguf"
         file = search.best.rename(stage.result / name)
         report |= {"trials": [each.to_json() for each in trials], "chosen": chosen.to_json()}
-        report["max_kl"], report["num_tokens"] = max_kl, sum(map(len, search.rows))
+        report["max_kl"], report["num_tokens"] = max_kl, search.num_tokens
     report |= {"kind": kind, "file": name}
     if importance is not None:
         report["num_weighted"] = len(importance)
-    if opened.engine.reads_gguf and is_readable(source.folder):
-        found = read_logits(stage.result, opened, gguf=name)
-        report |= judge(measure_agreement(source.expected, found), opened.precision, bound_name(kind))
-        reread = stage.scratch / "reread"
-        reread.mkdir()
-        gguf.convert(file, reread)
-        again = measure_agreement(source.expected, read_logits(reread, opened))
-        own = judge(again, opened.precision, stored_format(reread), bound_name(kind))
-        if not own["verified"]:
-            report["problems"].append("crosstune's own GGUF reader reads different weights")
-        report |= {"checked_by": opened.engine.reader, "own_reader": own, "reread": reread}
     if not llama_cpp.is_installed():
-        said.append("not checked in llama.cpp; to do so: pip install 'crosstune[llamacpp]'")
-        return report | {"said": said}
+        report |= _check_in_other_readers(file, kind, stage, source, opened, observer)
+        return report | {
+            "said": [*said, "not checked in llama.cpp; to do so: pip install 'crosstune[llamacpp]'"]
+        }
     compare = functools.partial(
-        check_in_llama_cpp, folder=source.folder, opened=opened, expected=source.expected, rows=rows
+        check_in_llama_cpp,
+        folder=source.folder,
+        opened=opened,
+        observer=observer,
+        expected=source.expected,
+        rows=rows,
     )
     checked = compare(file, kind=kind)
-    report["problems"] += checked.pop("problems")
-    report["said"] = [*said, *checked.pop("warnings")]
+    report = _with_llama_cpp(report | {"said": said}, checked)
     if kind not in (*GGUF_PLAIN, "q8_0"):
         # Quantization error can hide a wrong conversion, so compare the unquantized model too.
         dense = stage.scratch / "plain.gguf"
@@ -104,7 +98,29 @@ def write_model(
         if not exact["verified"] or exact["problems"]:
             report["problems"].append("llama.cpp computes different logits even before quantization")
         report["unquantized"] = exact
-    return _with_llama_cpp(report, checked)
+    return report
+
+
+def _check_in_other_readers(
+    file: Path, kind: str, stage: Stage, source: DenseModel, opened: Opened, observer: Observer
+) -> dict[str, Any]:
+    """Compare the file in transformers and in crosstune's own reader, for a machine without llama.cpp."""
+    observer.on_event(Preparing(doing=f"reading {file.name} in {opened.engine.reader}"))
+    found = read_logits(stage.result, opened, gguf=file.name)
+    report = judge(measure_agreement(source.expected, found), opened.precision, bound_name(kind))
+    observer.on_event(Preparing(doing=f"reading {file.name} in crosstune"))
+    reread = stage.scratch / "reread"
+    reread.mkdir()
+    gguf.convert(file, reread)
+    again = measure_agreement(source.expected, read_logits(reread, opened))
+    own = judge(again, opened.precision, stored_format(reread), bound_name(kind))
+    problems = [] if own["verified"] else ["crosstune's own GGUF reader reads different weights"]
+    return report | {
+        "checked_by": opened.engine.reader,
+        "own_reader": own,
+        "reread": reread,
+        "problems": problems,
+    }
 
 
 def write_adapter_alone(
@@ -124,13 +140,13 @@ def write_adapter_alone(
         base,
         source.folder,
         opened,
+        observer,
         kind=plain,
         expected=source.expected,
         rows=rows,
         adapter=stage.result / name,
     )
-    report: dict[str, Any] = {"kind": "f32", "file": name, "problems": checked.pop("problems")}
-    return _with_llama_cpp(report | {"said": checked.pop("warnings")}, checked)
+    return _with_llama_cpp({"kind": "f32", "file": name, "problems": [], "said": []}, checked)
 
 
 def check_adapter_alone(trained: Trained, base: Path) -> None:
@@ -229,15 +245,11 @@ def _write(
 
 
 def _with_llama_cpp(report: dict[str, Any], checked: dict[str, Any]) -> dict[str, Any]:
-    """Add llama.cpp's verdict, the only one if no other reader supports the family."""
-    if "agreement" not in report:
-        report |= {"checked_by": "llama.cpp", **{each: checked[each] for each in _VERDICT}}
-    elif not checked["verified"]:
-        report["problems"].append(
-            f"its logits in llama.cpp differ by {checked['agreement']['relative']:.2g} (relative), beyond the bound of "
-            f"{checked['bound']:g}"
-        )
-    return report | {"llama_cpp": checked}
+    """Add llama.cpp's verdict, problems and warnings to a report."""
+    problems = [*report["problems"], *checked.pop("problems")]
+    said = [*report["said"], *checked.pop("warnings")]
+    verdict = {"checked_by": "llama.cpp", **{each: checked[each] for each in _VERDICT}}
+    return report | verdict | {"problems": problems, "said": said, "llama_cpp": checked}
 
 
 def _go_template(tokenizer: Tokenizer) -> str | None:

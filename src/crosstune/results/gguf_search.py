@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.events import Observer, Preparing
 from crosstune.core.logit_distance import Logits, measure_agreement
 from crosstune.models import llama_cpp
 from crosstune.models.folder import read_config_json
 from crosstune.models.gguf_writer import plan_types
-from crosstune.results.opened import Opened, read_logits
+from crosstune.results.opened import Opened, read_logits, show_rows
 
 REQUEST = "Cannot choose a GGUF type by --max_kl."
 _RECIPES = ("q3_k_m", "iq4_xs", "q4_k_m", "q5_k_m", "q6_k", "q8_0")
@@ -72,10 +73,20 @@ class Search:
     """Measures files against the trained model's logits on held-out rows; the best file so far is kept at `best`."""
 
     def __init__(
-        self, folder: Path, opened: Opened, rows: Sequence[Sequence[int]], write: Write, scratch: Path
+        self,
+        folder: Path,
+        opened: Opened,
+        rows: Sequence[Sequence[int]],
+        write: Write,
+        scratch: Path,
+        observer: Observer,
     ) -> None:
         vocab = int(read_config_json(folder)["vocab_size"])
         self.rows = _bounded(rows, min(_TOKENS, max(_ROW_TOKENS, _LOGIT_BYTES // (4 * vocab))))
+        self.num_tokens = sum(map(len, self.rows))
+        self.observer = observer
+        doing = f"computing {self.num_tokens:,} held-out tokens with the trained model"
+        observer.on_event(Preparing(doing=doing))
         self.expected: Logits = read_logits(folder, replace(opened, prompts=self.rows))
         self.folder, self.write = folder, write
         self.best, self.tried = scratch / "best.gguf", scratch / "tried.gguf"
@@ -159,9 +170,12 @@ class Search:
         self, recipe: str, lowered: Mapping[str, str], types: Mapping[str, str], sizes: Mapping[str, int]
     ) -> Trial:
         self.write(self.tried, recipe, types, self.best if lowered else None)
-        found = llama_cpp.ask(self.tried, prompts=self.rows).logits
-        kl = measure_agreement(self.expected, found).mean_kl
-        trial = Trial(recipe=recipe, lowered=lowered, types=types, sizes=sizes, kl=kl)
+        trial = Trial(recipe=recipe, lowered=lowered, types=types, sizes=sizes, kl=0.0)
+        title = f"measure  {trial.name}, {sum(sizes.values()) / 1e6:.1f} MB"
+        show = show_rows(self.observer, title, len(self.rows), what="rows")
+        found = llama_cpp.ask(self.tried, prompts=self.rows, show=show).logits
+        trial = replace(trial, kl=measure_agreement(self.expected, found).mean_kl)
+        show_rows(self.observer, title, len(self.rows), what=f"rows, KL {trial.kl:.2e}")(len(self.rows))
         self.trials.append(trial)
         return trial
 

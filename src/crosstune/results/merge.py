@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.events import Observer
+from crosstune.core.events import Observer, Preparing
 from crosstune.core.logit_distance import Logits, check_finite, measure_agreement
 from crosstune.core.model_folders import AdapterFolder, DenseWeights
 from crosstune.files.json_files import write_json
@@ -70,6 +70,7 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
     choices = _weight_choices(opened, request)
     into = request.into or next(iter(choices))
     engine.check_adapter(choices[into])
+    observer.on_event(Preparing(doing="computing the trained model's logits"))
     session = open_adapter(opened)
     wanted = expected = check_finite(session.logits(opened.prompts), str(trained.adapter))
     if into == "original" and trained.quantization is not None:
@@ -87,6 +88,7 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
     else:
         copy_template(trained.adapter, folder)
     stored = stored_format(folder)
+    observer.on_event(Preparing(doing="comparing the merged model"))
     others = {name: weights for name, weights in choices.items() if name != into}
     own, found = engine.variant_logits(folder, opened.prompts, others)
     report: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import Any
 from crosstune.config.load import load_config, make_config
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
-from crosstune.core.events import ModelProgress, Observer
+from crosstune.core.events import Evaluating, ModelProgress, Observer
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import ModelFolders
 from crosstune.core.quantization import QuantSpec
@@ -164,6 +164,16 @@ def show_bytes(observer: Observer, stage: str, name: str) -> Callable[[int, int]
     def show(done: int, total: int) -> None:
         observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=name))
 
+    return show
+
+
+def show_rows(observer: Observer, title: str, total: int, *, what: str) -> Callable[[int], None]:
+    """Return a callback that reports the number of finished rows, and report its beginning."""
+
+    def show(done: int) -> None:
+        observer.on_event(Evaluating(done=done, total=total, what=what, stage=title))
+
+    show(0)
     return show
 
 

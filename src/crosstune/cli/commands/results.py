@@ -291,11 +291,11 @@ def _make(
 
 
 _COMPARISONS = {
+    "llama_cpp": "",
     "unquantized": "the same before quantization",
-    "llama_cpp": "in llama.cpp",
     "own_reader": "the file reopened by crosstune, with f32 weights kept and all others in bf16",
 }
-"""Key of a report -> description of the comparison."""
+"""Key of a report -> description of the comparison; empty for the one above it."""
 
 
 def _report_lines(report: Report) -> Iterable[Line]:
@@ -306,9 +306,10 @@ def _report_lines(report: Report) -> Iterable[Line]:
         for trial in report["trials"]:
             mark = "  chosen" if trial == report["chosen"] else ""
             yield f"  {trial['bytes'] / 1e6:10.3f} MB  {trial['kl']:.2e}  {trial['name']}{mark}"
-    yield f"checked  {_agreement(report['agreement'])} (bound {report['bound']:g})", GOOD
+    in_llama_cpp = "in llama.cpp: " if "llama_cpp" in report else ""
+    yield f"checked  {in_llama_cpp}{_agreement(report['agreement'])} (bound {report['bound']:g})", GOOD
     for name, meaning in _COMPARISONS.items():
-        if name in report:
+        if name in report and meaning:
             yield f"  {meaning}:"
             yield f"         {_agreement(report[name]['agreement'])} (bound {report[name]['bound']:g})"
         if "texts" in report.get(name, ()):

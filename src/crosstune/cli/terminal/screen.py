@@ -207,7 +207,7 @@ class Screen:
             self._last_shown = now
             rate = (done - self._stage_first) / seconds
             left = [f"left {duration((total - done) / rate)}"] if total and rate else []
-            figures = [*amounts, f"{unit(rate)}/s", *left]
+            figures = [*amounts, *([f"{unit(rate)}/s"] if rate else []), *left]
             if not self.live:
                 self.output.line("  ".join([title, *figures]))
                 return

@@ -304,6 +304,8 @@ def _check_values(draft: Draft) -> None:
         _check_start(draft)
     if draft["add_tokens"]:
         _check_tokens(draft)
+    if draft["rope_scaling"] != "none":
+        _check_rope(draft)
     if draft["layers_to_transform"] and draft.facts.mlx_settings.get("num_layers", -1) != -1:
         draft.refuse(
             "layers_to_transform and num_layers of --mlx_config are both set.", do="keep one of the two"
@@ -340,6 +342,32 @@ def _check_tokens(draft: Draft) -> None:
             "--add_tokens cannot be combined with --tokenizer.",
             why="it extends the tokenizer of the model.",
             do="remove one of them, or replace the tokenizer files in the model folder",
+        )
+
+
+def _check_rope(draft: Draft) -> None:
+    """Add problems for values that --rope_scaling excludes."""
+    kind, shape = draft["rope_scaling"], draft.facts.shape
+    if not draft.facts.has_base_model:
+        draft.refuse(
+            f"--rope_scaling does not apply to the {draft['recipe']} recipe.",
+            why="it builds its own model.",
+            do="remove --rope_scaling",
+        )
+    elif draft["llama_pro_path"]:
+        draft.refuse(
+            "--rope_scaling cannot be combined with --llama_pro_path.",
+            why="the name of that folder tells its new blocks, and scaling makes another folder.",
+            do="write rope_scaling into the config.json in it, or use --model_name with the model before its expansion",
+        )
+    elif (draft["rope_factor"] or 1) <= 1:
+        trained = shape.max_context if shape is not None else None
+        wanted = max(2, -(-draft["context_length"] // trained)) if trained else 4
+        draft.refuse(
+            f"--rope_scaling {kind} needs a --rope_factor above 1.",
+            why="it is the longest row divided by the longest row that the model was trained for"
+            + (f", {trained:,} tokens." if trained else "."),
+            do=f"add --rope_factor {wanted}, or remove --rope_scaling",
         )
 
 

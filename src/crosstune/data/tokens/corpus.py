@@ -293,7 +293,8 @@ def how_to_fit(needed: int, model_limit: int | None, *, ways: Sequence[str]) -> 
     passed = f"pass --truncation {listed}" if ways else "use shorter examples"
     if model_limit and needed > model_limit:
         return (
-            f"{passed}: --context_length cannot be above {model_limit}, this model's maximum context length"
+            f"{passed}: --context_length cannot be above {model_limit}, this model's maximum context length; --rope_scaling "
+            f"yarn --rope_factor {-(-needed // model_limit)} trains it for longer rows"
         )
     return f"raise --context_length to {needed}" + (f", or {passed}" if ways else "")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from crosstune.torch_engine.loading.load import model_kind, read_config, readabl
 from crosstune.torch_engine.loading.stream import Place, find_tensors, read_tensor
 from crosstune.torch_engine.quantized import QuantLinear
 from crosstune.torch_engine.sharding.local_shard import without_gradients
+
+_PASS_TOKENS = 512
 
 
 def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gguf: str | None = None) -> Any:
@@ -47,13 +49,28 @@ def replace_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def model_logits(model: Any, prompts: Prompts, *, precision: Precision, device: torch.device) -> Logits:
-    """Return the logits at every position of each prompt, in fp32."""
+    """Return the logits at every position of each prompt, in fp32. Prompts share a pass, padded at their end, where a causal
+    model does not look."""
     found = []
-    for prompt in prompts:
+    for group in _passes(prompts):
+        longest = max(map(len, group))
+        rows = [[*prompt, *[0] * (longest - len(prompt))] for prompt in group]
         with without_gradients(model), precision.context(device):
-            ids = torch.tensor([list(prompt)], device=device)
-            found.append(model(input_ids=ids).logits[0].float().cpu().numpy())
+            logits = model(input_ids=torch.tensor(rows, device=device)).logits
+        found += [row[: len(prompt)].float().cpu().numpy() for row, prompt in zip(logits, group, strict=True)]
     return found
+
+
+def _passes(prompts: Prompts) -> Iterator[Prompts]:
+    """Split prompts into groups that have at most _PASS_TOKENS tokens when padded, or one prompt."""
+    group: list[Sequence[int]] = []
+    for prompt in prompts:
+        if group and (len(group) + 1) * max(len(prompt), *map(len, group)) > _PASS_TOKENS:
+            yield group
+            group = []
+        group.append(prompt)
+    if group:
+        yield group
 
 
 class FileWeight(nn.Module):

@@ -37,7 +37,7 @@ from crosstune.core.protocols import (
 )
 from crosstune.core.weights import kept_moments
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_files import save_adapter
+from crosstune.models.adapter_files import changes_to_base, save_adapter
 from crosstune.torch_engine.device import (
     clear_cache,
     compile_errors,
@@ -296,7 +296,7 @@ class TorchSession:
             base=self.context.folder,
             base_name=self.context.base_name,
             record={
-                "add_tokens": self.plan.config.add_tokens,
+                **changes_to_base(self.plan.config),
                 **(self.task.base_record() if isinstance(self.task, RecordsBase) else {}),
             },
             starts={
