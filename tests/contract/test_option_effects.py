@@ -51,7 +51,7 @@ WITHOUT_NUMBERS = {
         "loading_workers eval_batch_size torch_compile"
     ),
     "divides the same numbers among processes": (
-        "world_size sharding_strategy distributed_backend no_sync master_addr master_port"
+        "world_size context_parallel sharding_strategy distributed_backend no_sync master_addr master_port"
     ),
     "runs something else": "emulate",
     "matters only for groups without spread": "dynamic_sampling",

@@ -48,7 +48,8 @@ def find_longest(plan: Plan) -> LongestRow | None:
     def longest(step: Step) -> int:
         def fits(tokens: int) -> bool:
             supervised = tokens if step.supervised is None else step.supervised
-            row = replace(step, batch=1, context=tokens, supervised=supervised)
+            own = -(-tokens // step.row_parts)
+            row = replace(step, batch=1, context=own, supervised=min(own, supervised))
             if step.offloads_activations and tokens * on_host > host:
                 return False
             return step_bytes(shape, row) * factor <= plan.usable_bytes

@@ -32,6 +32,7 @@ from crosstune.torch_engine.results import export
 from crosstune.torch_engine.session.optimizer import Masters, make_optimizer
 from crosstune.torch_engine.session.session import TorchSession
 from crosstune.torch_engine.session.text_session import TextSession
+from crosstune.torch_engine.sharding.context import check_parts
 from crosstune.torch_engine.task import BuildContext, HasFastLayers, HasOwnHead, KeepsReference, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 from crosstune.torch_engine.tasks.router_balance import check_router_balance
@@ -84,6 +85,11 @@ def open_session(
             export.load_adapter(
                 Path(plan.config.base_adapter).expanduser(), model, adapters, settings=settings
             )
+        if parallel is not None and parallel.part is not None:
+            assert isinstance(task, CausalLM)
+            task.part = parallel.part
+            with precision.context(device):
+                check_parts(model, parallel.part, device=device)
         recompute_activations(model, plan)
         notes: list[str] = []
         if trained and shard_on_load is None and isinstance(task, CausalLM):

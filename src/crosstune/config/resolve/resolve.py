@@ -6,9 +6,14 @@ from dataclasses import replace
 
 from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS, parse_losses
 from crosstune.config.mlx_settings import unused_settings
+from crosstune.config.resolve.check_long_rows import check_context_parallel, check_rope
 from crosstune.config.resolve.choose_method import choose_method, default_rate, rate_warning
 from crosstune.config.resolve.facts import Facts
-from crosstune.config.resolve.fit_compute import fit_compile, fit_kernels, fit_precision
+from crosstune.config.resolve.fit_compute import (
+    fit_compile,
+    fit_kernels,
+    fit_precision,
+)
 from crosstune.config.resolve.fit_memory import fit_memory
 from crosstune.config.resolve.plan import Draft, Plan
 from crosstune.config.schema import Config, option_list
@@ -44,6 +49,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     fit_precision(draft)
     collective = _fit_world(draft)
     _fit_attention(draft)
+    check_context_parallel(draft)
     fit_kernels(draft)
     fit_compile(draft)
     _fit_optimizer(draft)
@@ -305,18 +311,19 @@ def _check_values(draft: Draft) -> None:
     if draft["add_tokens"]:
         _check_tokens(draft)
     if draft["rope_scaling"] != "none":
-        _check_rope(draft)
+        check_rope(draft)
     if draft["layers_to_transform"] and draft.facts.mlx_settings.get("num_layers", -1) != -1:
         draft.refuse(
             "layers_to_transform and num_layers of --mlx_config are both set.", do="keep one of the two"
         )
     if draft["max_steps"] != -1 and (draft["warmup_steps"] or 0) > draft["max_steps"]:
         draft.warn("warmup_steps", "exceeds max_steps: the warm-up is shortened to the whole run")
-    rows, size, world = draft["rows_per_step"], draft["batch_size"], draft.world_size
+    rows, size = draft["rows_per_step"], draft["batch_size"]
+    world = max(1, draft.world_size // draft["context_parallel"])
     if rows and size and (parts := -(-rows // size)) < world:
         draft.warn(
             "rows_per_step",
-            f"{rows} rows in micro-batches of {size} leave {world - parts} of {world} devices idle",
+            f"{rows} rows in micro-batches of {size} leave {(world - parts) * draft['context_parallel']} of {draft.world_size} devices idle",
         )
     if draft.method == "llama_pro" and draft["base_adapter"]:
         why = "llama_pro trains blocks, not adapters."
@@ -342,32 +349,6 @@ def _check_tokens(draft: Draft) -> None:
             "--add_tokens cannot be combined with --tokenizer.",
             why="it extends the tokenizer of the model.",
             do="remove one of them, or replace the tokenizer files in the model folder",
-        )
-
-
-def _check_rope(draft: Draft) -> None:
-    """Add problems for values that --rope_scaling excludes."""
-    kind, shape = draft["rope_scaling"], draft.facts.shape
-    if not draft.facts.has_base_model:
-        draft.refuse(
-            f"--rope_scaling does not apply to the {draft['recipe']} recipe.",
-            why="it builds its own model.",
-            do="remove --rope_scaling",
-        )
-    elif draft["llama_pro_path"]:
-        draft.refuse(
-            "--rope_scaling cannot be combined with --llama_pro_path.",
-            why="the name of that folder tells its new blocks, and scaling makes another folder.",
-            do="write rope_scaling into the config.json in it, or use --model_name with the model before its expansion",
-        )
-    elif (draft["rope_factor"] or 1) <= 1:
-        trained = shape.max_context if shape is not None else None
-        wanted = max(2, -(-draft["context_length"] // trained)) if trained else 4
-        draft.refuse(
-            f"--rope_scaling {kind} needs a --rope_factor above 1.",
-            why="it is the longest row divided by the longest row that the model was trained for"
-            + (f", {trained:,} tokens." if trained else "."),
-            do=f"add --rope_factor {wanted}, or remove --rope_scaling",
         )
 
 

@@ -141,6 +141,11 @@ def forget_row_lengths(model: nn.Module) -> None:
 
 def attention_name(plan: Plan, config: Any) -> str | None:
     """Return transformers' name for the plan's attention; None means torch's own where the model supports it."""
+    if plan.divides_rows:
+        from crosstune.torch_engine.sharding.context import ATTENTION, register_attention
+
+        register_attention()
+        return ATTENTION
     chosen, _ = plan.attention
     kind = model_kind(config)._model_mapping.get(type(config), None)
     if chosen == "flash_attn" and getattr(kind, "_supports_flash_attn", False):
