@@ -1,9 +1,9 @@
-"""The cost of open pages: the speed of a training with pages of its run open and without, alternating in one run.
+"""The cost of open pages: the speed of a training with pages of its run open and without, in short phases that alternate.
 
-    python benchmarks/page_clients.py --pages 50 --phases 4 --phase_s 30
+    python benchmarks/page_clients.py --pages 50 --pairs 12 --phase_s 8
 
-Each page is what a browser sends: a stream of events, and the requests that follow from it. The server's CPU time is the figure that
-other programs on the machine do not change.
+Each page is what a browser sends: a stream of events, and the requests that follow from it. The CPU time of a step and of the server
+change little with other programs on the machine; tokens/s do.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ PARTS = ("/api/run?run=r", "/api/charts?run=r&smoothing=1", "/api/page?run=r")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pages", type=int, default=50)
-    parser.add_argument("--phases", type=int, default=4, help="phases with pages, and as many without")
-    parser.add_argument("--phase_s", type=float, default=30.0)
+    parser.add_argument("--pairs", type=int, default=12, help="pairs of a phase with pages and one without")
+    parser.add_argument("--phase_s", type=float, default=8.0)
+    parser.add_argument("--settle_s", type=float, default=4.0, help="seconds before each phase")
     own = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         runs, environment = Path(folder, "runs"), {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -53,46 +54,51 @@ def main() -> None:
         assert server.stdout is not None
         found = re.search(r":(\d+)/\?token=(\S+)", server.stdout.readline())
         assert found is not None
-        measured = asyncio.run(_alternate(own, int(found[1]), found[2], server.pid, training.pid, rows))
+        measured = asyncio.run(_alternate(own, int(found[1]), found[2], server.pid, rows))
     _report(own, measured)
 
 
 async def _alternate(
-    own: argparse.Namespace, port: int, token: str, server: int, training: int, rows: Path
+    own: argparse.Namespace, port: int, token: str, server: int, rows: Path
 ) -> list[dict[str, float]]:
+    """Measure pairs of phases, without pages and with them, every other pair in the reverse order: a change of the machine's
+    load over time then counts on both sides."""
     measured = []
-    for phase in range(2 * own.phases):
-        pages = own.pages if phase % 2 else 0
-        received = [0]
-        tasks = [asyncio.create_task(_page(port, token, received)) for _ in range(pages)]
-        await asyncio.sleep(5.0)  # the pages open
-        before = _state(server, training, rows)
-        received[0] = 0
-        await asyncio.sleep(own.phase_s)
-        after = _state(server, training, rows)
-        assert not pages or received[0], "the pages received nothing"
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        change = {key: after[key] - before[key] for key in after}
-        measured.append(change | {"pages": pages, "events": received[0]})
-        row = measured[-1]
-        print(f"{pages:3} pages  {row['tokens'] / row['time']:8.0f} tok/s  {row['tokens'] / row['training']:8.0f} tok/CPU s  "
-              f"server {100 * row['server'] / row['time']:5.2f} % of a core  {row['events']} events", flush=True)  # fmt: skip
+    for number in range(own.pairs):
+        order = (0, own.pages) if number % 2 == 0 else (own.pages, 0)
+        for pages in order:
+            received = [0]
+            tasks = [asyncio.create_task(_page(port, token, received)) for _ in range(pages)]
+            await asyncio.sleep(own.settle_s)  # the pages open
+            assert not pages or received[0], "the pages received nothing"
+            found = await _measure(own.phase_s, server, rows)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            measured.append(found | {"pages": pages, "pair": number})
+            print(f"{pages:3} pages  {found['tokens_per_s']:8.0f} tok/s  {1e3 * found['cpu_s']:8.3f} CPU ms a step  "
+                  f"server {100 * found['server']:5.2f} % of a core", flush=True)  # fmt: skip
     return measured
 
 
-def _state(server: int, training: int, rows: Path) -> dict[str, float]:
-    cpu = {
-        name: sum(psutil.Process(pid).cpu_times()[:2])
-        for name, pid in (("server", server), ("training", training))
+async def _measure(seconds: float, server: int, rows: Path) -> dict[str, float]:
+    """Return the speed of the training, the median CPU time of its steps, and the server's share of a core."""
+    size, began, used = rows.stat().st_size, time.monotonic(), _cpu_s(server)
+    await asyncio.sleep(seconds)
+    passed, used = time.monotonic() - began, _cpu_s(server) - used
+    with rows.open("rb") as file:
+        file.seek(size)
+        lines = file.read().split(b"\n")[1:-1]  # the first and the last may be parts
+    found = [json.loads(line) for line in lines]
+    return {
+        "tokens_per_s": sum(row["tokens"] for row in found) / passed,
+        "cpu_s": statistics.median(row["cpu_s"] for row in found),
+        "server": used / passed,
     }
-    found = [json.loads(line) for line in rows.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    return cpu | {
-        "time": time.monotonic(),
-        "tokens": float(sum(row["tokens"] for row in found)),
-        "steps": float(len(found)),
-    }
+
+
+def _cpu_s(process: int) -> float:
+    return sum(psutil.Process(process).cpu_times()[:2])
 
 
 async def _page(port: int, token: str, received: list[int]) -> None:
@@ -136,15 +142,23 @@ async def _get(port: int, head: str, path: str, tags: dict[str, str]) -> bytes:
 
 
 def _report(own: argparse.Namespace, measured: list[dict[str, float]]) -> None:
-    def middle(pages: bool, over: str) -> float:
-        return statistics.median(row["tokens"] / row[over] for row in measured if bool(row["pages"]) == pages)
-
-    busy = statistics.median(row["server"] / row["time"] for row in measured if row["pages"])
-    cores = os.cpu_count() or 1
-    print(f"\n{own.pages} pages against none, {own.phases} phases of {own.phase_s:.0f} s each, {cores} cores")
-    print(f"tokens/s              {middle(True, 'time') / middle(False, 'time') - 1:+.1%}")
-    print(f"tokens per CPU second {middle(True, 'training') / middle(False, 'training') - 1:+.1%}")
-    print(f"server                {busy:.2%} of a core, {busy / cores:.2%} of this machine")
+    print(
+        f"\n{own.pages} pages against none, {own.pairs} pairs of phases of {own.phase_s:.0f} s, {os.cpu_count()} cores"
+    )
+    for key, title in (("tokens_per_s", "tokens/s"), ("cpu_s", "CPU time of a step")):
+        pairs = [[row for row in measured if row["pair"] == number] for number in range(own.pairs)]
+        changes = sorted(
+            next(row[key] for row in pair if row["pages"])
+            / next(row[key] for row in pair if not row["pages"])
+            - 1
+            for pair in pairs
+        )
+        quarter = len(changes) // 4
+        print(
+            f"{title:<20} {statistics.median(changes):+.1%}, the middle half of the pairs {changes[quarter]:+.1%} to {changes[-1 - quarter]:+.1%}"
+        )
+    busy = statistics.median(row["server"] for row in measured if row["pages"])
+    print(f"{'server':<20} {busy:.2%} of a core")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,44 @@ def test_a_merged_model_opens_with_its_processor(
     capsys.readouterr()
     asked = ["--prompt", "What colour is this?", "--max_new_tokens", "2", "--backend", "cpu"]
     assert main(["generate", str(run), *asked]) == 0
+
+
+def test_a_moved_run_finds_its_pictures_where_they_were_copied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, rows = tiny_vision(tmp_path / "model", "qwen2_5_vl"), write_rows(tmp_path)
+    place = ["--model_name", str(folder), "--output_dir", str(tmp_path), "--name", "run", "--skip_eval"]
+    amount = [
+        "--max_steps",
+        "2",
+        "--lr",
+        "1e-3",
+        "--batch_size",
+        "2",
+        "--backend",
+        "cpu",
+        "--precision",
+        "fp32",
+    ]
+    assert main(["train", *place, *amount, "--dataset", str(rows)]) == 0
+    archive = tmp_path / "run.crosstune.tar"
+    capsys.readouterr()
+    assert main(["move", str(tmp_path / "run"), "--to", "cpu", "--out", str(archive)]) == 0
+    assert "pictures" in "".join(capsys.readouterr())
+    with tarfile.open(archive) as members:
+        assert not any("rows.jsonl" in name for name in members.getnames())
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for path in (rows, *tmp_path.glob("*.png")):
+        path.rename(copied / path.name)
+    asked = [
+        "train",
+        "--resume",
+        str(archive),
+        "--output_dir",
+        str(tmp_path / "there"),
+        "--max_steps",
+        "3",
+        "--skip_eval",
+    ]
+    assert main([*asked, "--dataset", str(copied / rows.name)]) == 0

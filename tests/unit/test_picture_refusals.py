@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from crosstune.results.prompt_file import read_prompts
 
 PARTS = [{"type": "image", "path": "a.png"}, {"type": "text", "text": "What is it?"}]
 ANSWERS = {"completion": "red", "chosen": "red", "rejected": "blue", "answer": "red"}
-READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "text": lambda row: to_conversation(row, "prompt_completion"),
     "pairs": lambda row: read_preferences(row, paired=True),
     "answers": lambda row: read_answer({"prompt": row["prompt"], **{k: v for k, v in row.items() if k in ("completion", "images", "image")}}),

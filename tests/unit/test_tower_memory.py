@@ -89,7 +89,7 @@ def test_towers_are_never_quantized() -> None:
         ("gemma3", {"patch": 14, "tile": 896, "num_soft": 256}, [256, 256, 256]),
     ],
 )  # fmt: skip
-def test_a_budget_of_pixels(family: str, sizes: dict[str, int], tokens: list[int]) -> None:
+def test_a_budget_of_pixels(family: str, sizes: dict[str, Any], tokens: list[int]) -> None:
     """For a picture of 896 x 896 pixels: without a budget, with a quarter of it, and for a larger picture with the same."""
     soft = FAMILIES[family].soft_token
     vision = Vision(family=FAMILIES[family], soft_id=1, **sizes)

@@ -18,7 +18,7 @@ from crosstune.core.events import (
     Stopped,
     Warned,
 )
-from crosstune.report.files import RunFiles, is_adjustment, listed, mapping, number
+from crosstune.report.files import RunFiles, is_adjustment, is_running, listed, mapping, number
 from crosstune.report.formatting import (
     MINUS,
     FormattedValue,
@@ -190,13 +190,14 @@ def plan_against_measured(run: RunFiles) -> list[Row]:
     estimate = mapping(plan.get("estimate"))
     steps = number(summary.get("steps"))
     memory = number(plan.get("estimated_bytes")) or number(estimate.get("bytes"))
-    done = float(run.last_step) if steps is None else steps
+    if steps is None and not is_running(run.folder):
+        steps = float(run.last_step)
     speed, time = (
         (number(estimate.get(key)), number(summary.get(key))) for key in ("tokens_per_s", "seconds")
     )
     figures = [
         ("Peak memory", memory, number(summary.get("peak_memory_bytes")), show_bytes),
-        ("Steps", number(plan.get("num_steps")), done, show_count),
+        ("Steps", number(plan.get("num_steps")), steps, show_count),
         ("Speed", *speed, show_rate),
         ("Time", *time, show_seconds),
     ]

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import logging
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import yaml
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError, shown
-from crosstune.core.events import Evaluating, EvaluationStarted, Observer, Warned
+from crosstune.core.events import Evaluating, Observer, Warned
 from crosstune.core.names import did_you_mean
 from crosstune.data.read.files import file_part
 from crosstune.files.hub_connection import offline_if_unreachable
@@ -105,7 +104,7 @@ def evaluate(request: EvalRequest, *, observer: Observer) -> list[dict[str, Any]
                     )
                     _check_template(target, chat_model, request)
                 with _open_journal(place, facts, observer) as journal:
-                    show = _progress(observer, side, asked, num_kept=len(journal.rows))
+                    show = _progress(observer, side, asked)
                     answers = Answers(journal, show)
                     harness = harness_model(chat_model, model.path, answers, batch_size=request.batch_size)
                     rows = [facts | row for row in _run_task(asked, harness, index, request)]
@@ -274,14 +273,11 @@ def _version() -> str:
     return importlib.metadata.version("lm_eval")
 
 
-def _progress(observer: Observer, side: str, task: str, *, num_kept: int) -> Callable[[int, int], None]:
-    """Return a callback that reports finished requests with their rate and the time left."""
-    observer.on_event(EvaluationStarted(step=0, when=side))
-    start = time.monotonic()
+def _progress(observer: Observer, side: str, task: str) -> Callable[[int, int], None]:
+    """Return a callback that reports finished requests."""
+    stage = f"evaluate {Path(task).stem} {side}"
 
     def show(done: int, total: int) -> None:
-        rate = max(1, done - num_kept) / max(1e-9, time.monotonic() - start)
-        what = f"requests of {Path(task).stem}, {rate:.1f}/s, {(total - done) / rate:.0f} s left"
-        observer.on_event(Evaluating(done=done, total=total, what=what))
+        observer.on_event(Evaluating(done=done, total=total, what="requests", stage=stage))
 
     return show

@@ -175,7 +175,7 @@ class Search:
         show = show_rows(self.observer, title, len(self.rows), what="rows")
         found = llama_cpp.ask(self.tried, prompts=self.rows, show=show).logits
         trial = replace(trial, kl=measure_agreement(self.expected, found).mean_kl)
-        show_rows(self.observer, title, len(self.rows), what=f"rows, KL {trial.kl:.2e}")(len(self.rows))
+        show(len(self.rows), f", KL {trial.kl:.2e}")
         self.trials.append(trial)
         return trial
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import shown
-from crosstune.core.events import Evaluating, EvaluationStarted, Observer, Warned
+from crosstune.core.events import Evaluating, Observer, Warned
 from crosstune.files.journal import Journal, file_stamps
 from crosstune.files.json_files import write_json
 from crosstune.files.outputs import check_output_folder
@@ -77,11 +77,10 @@ def ask(
                 f"{names}; they are not judged, and their verdicts count as unreadable"
             )
         )
-    observer.on_event(EvaluationStarted(step=0, when="test"))
 
     def show(done: int, total: int) -> None:
         finished = len(journal.rows) + len(block) * done // total
-        observer.on_event(Evaluating(done=finished, total=len(items), what="items"))
+        observer.on_event(Evaluating(done=finished, total=len(items), what="items", stage="judge"))
 
     with journal:
         for start in range(len(journal.rows), len(items), journal.block):

@@ -167,11 +167,11 @@ def show_bytes(observer: Observer, stage: str, name: str) -> Callable[[int, int]
     return show
 
 
-def show_rows(observer: Observer, title: str, total: int, *, what: str) -> Callable[[int], None]:
-    """Return a callback that reports the number of finished rows, and report its beginning."""
+def show_rows(observer: Observer, title: str, total: int, *, what: str) -> Callable[..., None]:
+    """Return a callback that reports the number of finished rows and a result, and report its beginning."""
 
-    def show(done: int) -> None:
-        observer.on_event(Evaluating(done=done, total=total, what=what, stage=title))
+    def show(done: int, result: str = "") -> None:
+        observer.on_event(Evaluating(done=done, total=total, what=what + result, stage=title))
 
     show(0)
     return show

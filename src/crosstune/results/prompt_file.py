@@ -103,7 +103,9 @@ def _has_pictures(row: Mapping[str, Any]) -> bool:
     """Return whether a row has pictures in a column or in a message."""
     if any(row.get(name) for name in COLUMNS):
         return True
-    turns = next((row[name] for name in ("messages", "prompt") if isinstance(row.get(name), list)), [])
+    turns: list[Any] = next(
+        (row[name] for name in ("messages", "prompt") if isinstance(row.get(name), list)), []
+    )
     contents = [
         turn["content"] for turn in turns if isinstance(turn, dict) and isinstance(turn.get("content"), list)
     ]

@@ -237,7 +237,7 @@ def _flag(value: Any) -> bool | None:
 def _text_part(part: Any, no_pictures: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    do = f"{_REMOVE} this part" if isinstance(part, Mapping) and part.get("type") in PICTURE_TYPES else None
+    do = f"{_REMOVE} this part" if isinstance(part, Mapping) and part.get("type") in PICTURE_TYPES else ""
     raise UserError(
         "The content of a message must be text.", why=f"found {_short(part)}; {no_pictures}.", do=do
     )

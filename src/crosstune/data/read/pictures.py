@@ -161,12 +161,6 @@ def open_picture(reference: Any, folder: Path | None, *, decode: bool = True) ->
     )
 
 
-def open_file(path: Path) -> Picture:
-    """Check a picture that a command names."""
-    path = path.expanduser().absolute()
-    return open_picture(path.name, path.parent)
-
-
 def thumbnail(picture: Picture, *, side: int = 128) -> str:
     """Return a small version of a picture as a data URI."""
     image = picture.load()
