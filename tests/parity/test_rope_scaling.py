@@ -220,3 +220,5 @@ def test_the_context_of_a_plan_grows_with_the_factor(short_models: dict[str, Pat
             )
         )
         assert plan.config.context_length == context
+        said = [each.reason for each in plan.adjustments if each.option == "rope_scaling"]
+        assert ["PEFT" in each for each in said] == [True] * (kind != "none"), "an adapter cannot contain it"

@@ -31,6 +31,12 @@ def check_rope(draft: Draft) -> None:
             + (f", {trained:,} tokens." if trained else "."),
             do=f"add --rope_factor {wanted}, or remove --rope_scaling",
         )
+    elif draft.method in ADAPTER_METHODS:
+        draft.warn(
+            "rope_scaling",
+            "an adapter cannot contain it: crosstune reads it from the adapter's record; for PEFT, set the same rope_parameters in "
+            "the config of the base, or use the merged or exported model",
+        )
 
 
 def check_context_parallel(draft: Draft) -> None:
