@@ -149,14 +149,37 @@ if group.ranks.first:
     assert found["learned positions"] == "opened", "any model whose attention takes the part of a row"
 
 
-def test_the_plan_knows_the_memory_of_a_part(model: Path) -> None:
-    needed = {}
-    for parts in (1, 2, 4):
-        config = make_config(
-            model_name=str(model), backend="cpu", world_size=4, context_parallel=parts, context_length=2048,
-            train_type="full", kernels="general", batch_size=1, precision="fp32",
-        )  # fmt: skip
-        fitted = make_plan(config).fitted
-        assert fitted is not None
-        needed[parts] = fitted.parts.activations + fitted.parts.logits
-    assert needed[4] < needed[2] < needed[1]
+@pytest.mark.slow
+def test_the_plan_knows_the_memory_of_a_part(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model", hidden=128, intermediate=384, num_layers=4)
+    hook = f"""
+import json
+from pathlib import Path
+import numpy as np
+from crosstune.config.load import make_config
+from crosstune.data.batches.token_batch import Example, pad_rows
+from crosstune.planner.gather import make_plan
+from crosstune.torch_engine.count_step import CountStep, count_first_step
+from crosstune.torch_engine.open import open_session
+
+found, folder = [], Path({str(folder)!r})
+common = dict(model_name=str(folder), backend="cpu", world_size=4, train_type="full", precision="fp32", kernels="general")
+row = Example(tokens=np.arange(1024, dtype=np.int32) % 500, supervised=np.ones(1024, np.bool_), index=0)
+for recomputes in (False, True):
+    for parts in (2, 4):
+        options = dict(context_parallel=parts, use_gradient_checkpointing=recomputes, batch_size=1, context_length=1024)
+        plan = make_plan(make_config(**common, **options), ranks=group.ranks)
+        session = open_session(plan, model_folder=folder, group=group)
+        window = [session.prepare(pad_rows([row], pad_id=0)) for _ in range(4 // parts)]
+        counted = count_first_step(session, lambda: session.backward(window), CountStep(num_local=4))
+        found.append([counted.peak, plan.fitted.parts.total - plan.fitted.parts.overhead])
+        session.parallel.mesh = None
+        del session
+if group.ranks.first:
+    Path({str(tmp_path)!r}, "found.json").write_text(json.dumps(found))
+"""
+    run_ranks([{"world": 4, "runs": []}], hook=hook)
+    found = json.loads((tmp_path / "found.json").read_text())
+    for counted, planned in found:
+        assert planned == pytest.approx(counted, rel=0.1)
+    assert found[1][0] < found[0][0] and found[3][0] < found[2][0]

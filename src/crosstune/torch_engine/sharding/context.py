@@ -125,11 +125,19 @@ def attend(
         query.split(size, 2), (part.number, 2 * part.count - 1 - part.number), strict=True
     ):
         seen = (number + 1) * size  # the last of them are the piece's own
-        mask = causal_lower_right(size, seen)
+        mask = _causal_mask(size, seen, query.device)
         found.append(
             F.scaled_dot_product_attention(piece, key[:, :, :seen], value[:, :, :seen], mask, scale=scaling)
         )
     return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _causal_mask(size: int, seen: int, device: torch.device) -> torch.Tensor:
+    """Return the mask of the last `size` of `seen` tokens. Fused kernels of GPUs take it as a word; CPUs have none that do."""
+    if device.type == "cpu":
+        return torch.ones(size, seen, dtype=torch.bool).tril(seen - size)
+    found: torch.Tensor = causal_lower_right(size, seen)
+    return found
 
 
 def register_attention() -> None:
