@@ -51,7 +51,7 @@ WITHOUT_NUMBERS = {
         "loading_workers eval_batch_size torch_compile"
     ),
     "divides the same numbers among processes": (
-        "world_size sharding_strategy distributed_backend no_sync master_addr master_port"
+        "world_size context_parallel sharding_strategy distributed_backend no_sync master_addr master_port"
     ),
     "runs something else": "emulate",
     "matters only for groups without spread": "dynamic_sampling",
@@ -71,7 +71,7 @@ WITHOUT_NUMBERS = {
 VALUES: Mapping[str, Any] = {
     "adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 0.1, "neftune_alpha": 20.0, "eval_fraction": 0.4,
     "router_aux_loss_coef": 0.1,
-    "layers_to_transform": "1", "modules_to_save": "norm", "add_tokens": "<a>",
+    "layers_to_transform": "1", "modules_to_save": "norm", "add_tokens": "<a>", "rope_factor": 3.0,
     "lr": 0.004, "wd": 0.3, "warmup_steps": 2, "warmup_ratio": 0.9, "cosine_min_lr_ratio": 0.7, "grad_norm": 0.01,
     "seed": 7, "num_epochs": 0.00001, "max_steps": 1, "batch_size": 3, "gradient_accumulation_steps": 2,
     "rows_per_step": 3, "lora_rank": 3, "lora_alpha": 5, "lora_dropout": 0.5, "lora_target_modules": "q_proj",

@@ -61,7 +61,8 @@ def test_rows_that_cannot_be_longer_or_are_alone(options: dict[str, Any], warned
 def test_other_kinds_of_frequencies() -> None:
     dynamic = {"rope_type": "dynamic", "factor": 2.0}
     llama = hf.LlamaConfig(**SHAPE, max_position_embeddings=32, rope_scaling=dynamic)
-    assert warnings(llama, batch_size=1, context_length=64) and not warnings(llama, context_length=32)
+    assert warnings(llama, batch_size=2, context_length=64) and not warnings(llama, context_length=32)
+    assert not warnings(llama, batch_size=1, context_length=64)
     fixed = {"rope_type": "linear", "factor": 2.0}
     assert not warnings(
         hf.LlamaConfig(**SHAPE, max_position_embeddings=32, rope_scaling=fixed), context_length=64

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from vision_models import FAMILIES as VISION_FAMILIES
 from vision_models import draw, write_folder
 
 from crosstune.core.errors import UserError
 from crosstune.data.read.sources import open_source
+from crosstune.data.render.rendering import encode_prompt
 from crosstune.data.tokens.corpus import Corpus, open_corpus
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.estimate.vision_families import FAMILIES, Vision
@@ -52,8 +54,10 @@ def test_counts_are_those_of_the_image_processors() -> None:
         vision.limited(20)
 
 
-def corpus_of(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> Corpus:
-    folder = write_folder(tmp_path / "model", "qwen2_5_vl")
+def corpus_of(
+    tmp_path: Path, rows: list[dict[str, Any]], *, family: str = "qwen2_5_vl", **options: Any
+) -> Corpus:
+    folder = write_folder(tmp_path / "model", family)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings: dict[str, Any] = {"context_length": 2048, "truncation": "error"} | options
@@ -101,3 +105,11 @@ def test_other_pictures_make_other_examples(tmp_path: Path) -> None:
 def test_a_text_with_the_tokens_of_pictures_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"line 1: The text contains <\|image_pad\|>"):
         corpus_of(tmp_path, [{"prompt": "<|image_pad|>", "completion": "b"}])
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_prompts_without_pictures_reach_templates_that_read_parts(tmp_path: Path, family: str) -> None:
+    """For chat and for the recipes that read text only."""
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path / "model", family))
+    asked = encode_prompt([{"role": "user", "content": "What colour is this?"}], tokenizer)
+    assert "What colour is this?" in tokenizer.decode(asked)

@@ -175,6 +175,23 @@ def test_the_report_comes_before_the_errors_and_accounts_for_every_row(
     assert "2 rows cannot be read and are skipped" in told.out
 
 
+def test_a_long_row_is_named_by_its_file_and_line(tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(5)))
+    long = {"prompt": "q", "completion": "word " * 400}
+    rows = [
+        "",
+        json.dumps({"prompt": "a", "completion": ""}),
+        "{",
+        *map(json.dumps, (*pairs(2), long, *pairs(3))),
+    ]
+    (tmp_path / "b.jsonl").write_text("\n".join(rows))
+    assert data(tiny_model, tmp_path, "--skip_bad_rows", "--context_length", "128", "--dedup") == 2
+    assert f"the longest, {tmp_path / 'b.jsonl'}, line 6, has" in capsys.readouterr().err
+    (tmp_path / "c.json").write_text(json.dumps([*pairs(1), long]))
+    assert data(tiny_model, tmp_path / "c.json", "--context_length", "128") == 2
+    assert f"the longest, row 2 of {tmp_path / 'c.json'}, has" in capsys.readouterr().err
+
+
 def test_all_bad_rows_are_in_the_json(tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*pairs(4), *[{"prompt": "a"}] * 14]))

@@ -37,7 +37,7 @@ def test_damaged_files(shop: Workshop, first: int, capfd: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     "kind",
-    ["imports", "benchmarks", "made pairs"]
+    ["imports", "benchmarks", "made pairs", "pictures"]
     + [pytest.param(kind, marks=pytest.mark.slow) for kind in ("tasks", *TRAINED_KINDS)],
 )
 def test_damaged_inputs_of_the_commands_around_a_run(

@@ -170,6 +170,20 @@ def test_what_is_set_aside_gets_the_first_free_number(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_an_error_in_a_staging_folder_names_the_target(tmp_path: Path) -> None:
+    full = os.strerror(errno.ENOSPC)
+    with pytest.raises(OSError) as found, atomic_files.staging_folder(tmp_path / "a") as folder:
+        raise OSError(errno.ENOSPC, full, str(folder / "deep" / "file"))
+    assert str(found.value) == str(OSError(errno.ENOSPC, full, str(tmp_path / "a" / "deep" / "file")))
+    with pytest.raises(OSError) as found, atomic_files.staging_folder(tmp_path / "absent" / "a"):
+        pass
+    assert found.value.filename == str(tmp_path / "absent" / "a")
+    with pytest.raises(OSError) as found, atomic_files.staging_folder(tmp_path / "a"):
+        raise OSError(errno.EIO, "other", "/input")
+    assert found.value.filename == "/input"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_staging_folder_is_private_and_may_be_moved_away(tmp_path: Path) -> None:
     with atomic_files.staging_folder(tmp_path / "a") as folder:
         assert folder.stat().st_mode & 0o777 == 0o700

@@ -109,6 +109,7 @@ TRL = r"""#!/bin/sh
 trl sft --model_name_or_path my/model --dataset_name chats.jsonl --learning_rate 2e-4 --max_length 512 \
   --packing --use_peft --lora_r 32 --no_remove_unused_columns --optim adamw_torch --report_to wandb tensorboard
 """
+SCALED = "micro_batch_size: 2\nrope_scaling: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768"
 UNSLOTH = [
     "!pip install unsloth\n",
     "max_seq_length = 256\n",
@@ -433,6 +434,7 @@ def test_values_of_the_file_are_written_even_if_they_are_defaults(tmp_path: Path
         ),
         ("    type: chat_template", "    name: en", "--dataset has no name"),
         ("micro_batch_size: 2", "micro_batch_size: 2\nrevision_of_model: v2", "known values: main"),
+        ("micro_batch_size: 2", f"{SCALED}, beta_fast: 64}}", "write it into config.json"),
     ],
 )
 def test_values_of_axolotl(tmp_path: Path, before: str, after: str, expected: Any) -> None:
@@ -543,6 +545,18 @@ def test_keys_without_a_counterpart_are_errors_with_their_line(
     assert "left out" in capsys.readouterr().out
     assert load_config(file=tmp_path / "crosstune.yaml", environment={}).lora_rank == 32
     assert main(["import", str(file), "--lenient"]) == 2  # the file exists
+
+
+def test_scaled_positions(tmp_path: Path) -> None:
+    before = "micro_batch_size: 2"
+    found = import_file(write(tmp_path, "a.yml", AXOLOTL.replace(before, f"{SCALED}}}", 1)))
+    assert (found.options["rope_scaling"], found.options["rope_factor"]) == (
+        "yarn",
+        4.0,
+    ) and not found.missing
+    found = import_file(write(tmp_path, "f.yml", f"{FACTORY}rope_scaling: llama3\n"))
+    assert found.options["rope_scaling"] == "llama3"
+    assert any("--rope_factor" in note.text for note in found.notes if note.key == "rope_scaling")
 
 
 def test_options_of_the_command_replace_keys(tmp_path: Path) -> None:

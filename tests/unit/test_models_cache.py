@@ -171,6 +171,16 @@ def test_the_disk_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.Mon
     assert "CROSSTUNE_CACHE" in message
 
 
+def test_a_library_that_cannot_write_on_a_disk_with_room_met_a_limit(tmp_path: Path) -> None:
+    for words, advice in (
+        ("Unable to write 5 bytes to file", "ulimit -f"),
+        ("No space left on device", "free some space"),
+    ):
+        assert advice in str(DiskFullError(tmp_path, 1, cause=words))
+    full = str(DiskFullError(tmp_path, 10**18, cause="Unable to write 5 bytes to file"))
+    assert "free some space" in full
+
+
 FILE_LIMIT = """
 import resource, sys
 from pathlib import Path

@@ -212,9 +212,17 @@ def test_what_cannot_be_read_is_refused(
 def test_a_file_cut_short_or_of_another_kind(tmp_path: Path, original: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", original)
     whole = path.read_bytes()
-    for data in (whole[:-1000], whole[:5000], whole[:10], b"", b"PK\3\4" * 100):
+    within = whole.index(b"tokenizer.ggml.tokens") + 100
+    for data, why in (
+        (whole[:-1000], "its tensors end after"),
+        (whole[:within], "the file ends within 'tokenizer.ggml.tokens'"),
+        (whole[:10], "it ends within its header"),
+        (b"", "it is empty"),
+        (b"PK\3\4" * 100, "it does not begin with GGUF"),
+    ):
         path.write_bytes(data)
-        assert "is not a complete GGUF file" in refused(path, tmp_path)
+        found = refused(path, tmp_path)
+        assert "is not a complete GGUF file" in found and why in found, found
 
 
 def test_the_sizes_of_blocks_are_those_of_the_gguf_package() -> None:

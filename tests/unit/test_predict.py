@@ -459,3 +459,7 @@ def test_savings_allow_longer_rows() -> None:
     line = longest_line(longest)
     assert f"{longest.with_savings:,} with --use_gradient_checkpointing" in line
     assert "no row fits as planned" in longest_line(replace(longest, as_planned=0))
+    known = replace(longest, as_planned=9000, with_savings=9000, trained_context=4096)
+    assert "positions end at 4,096" in longest_line(known) and "--rope_factor 3" in longest_line(known)
+    assert "--rope_factor" not in longest_line(replace(known, is_scaled=True))
+    assert "positions" not in longest_line(replace(known, trained_context=9000))

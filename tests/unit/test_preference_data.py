@@ -170,10 +170,14 @@ def test_the_data_command_accounts_for_every_row(tmp_path: Path, capsys: pytest.
     assert "[[yes, and much more<|im_end|>]]" in found["shown"][0] and "rejected: " in found["shown"][0]
     said = " ".join(found["warnings"])
     for part in (
-        "1 of 30 rows are left out", "cut at the context: 1", "1 of 28 rows repeat", "both orders: 1",
+        "1 of 30 rows are left out", "they cannot be read", "1 of 28 rows repeat", "both orders: 1",
         "chosen answer is longer in 96%",
     ):  # fmt: skip
         assert part in said
+    assert found["stops_at_long"] and "cut at the context" not in said, "training stops instead"
+    cutting = ["--skip_eval", "--context_length", "64", "--truncation", "cut"]
+    _, found, _ = report(capsys, name, *cutting)
+    assert "cut at the context: 1" in " ".join(found["warnings"])
     assert "or compare with --preference_loss simpo" in said
     _, found, _ = report(capsys, name, "--skip_eval", "--preference_loss", "ipo")
     assert any(one.endswith("length; balance the lengths of the pairs") for one in found["warnings"])
@@ -191,6 +195,23 @@ def test_the_data_command_accounts_for_every_row(tmp_path: Path, capsys: pytest.
     error = capsys.readouterr().err
     assert "1 of 29 rows of" in error or "1 of 26 rows of" in error
     assert "rows.jsonl, line 30, has" in error and "--truncation cut or drop" in error
+
+
+def test_answers_with_labels_from_pairs_are_counted_by_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": f"Question {n}", "chosen": "yes " * (1 + 60 * (n == 3)), "rejected": "no"}
+        for n in range(20)
+    ]
+    name = write(tmp_path, rows)
+    words = ["--preference_loss", "kto", "--context_length", "64"]
+    code, found, err = report(capsys, name, *words, "--skip_eval")
+    assert code == 2 and "1 of 20 rows of" in err and "rows.jsonl, line 4, has" in err
+    code, found, _ = report(capsys, name, *words, "--truncation", "drop")
+    assert code == 0 and found["rows"]["too_long"] == 0, "its other answer is trained"
+    assert "one answer that does not fit the context and is left out: 1" in " ".join(found["warnings"])
+    assert f"{found['rows']['held_out']} rows are held out, with all rows of their prompts" in found["notes"]
 
 
 def test_the_data_command_names_every_bad_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +232,7 @@ def test_the_data_command_names_every_bad_row(tmp_path: Path, capsys: pytest.Cap
         (16, "its column prompt is empty"),
         (17, "there is no column prompt"),
     ):
-        assert f"rows.jsonl, line {line}: The row has no prompt. {why}" in err
+        assert f"rows.jsonl, line {line}: The row has no prompt: {why}" in err
     assert err.rstrip().splitlines()[-2].endswith("rows.jsonl, line 2: The chosen answer is missing.")
 
 

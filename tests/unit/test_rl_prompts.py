@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.data.tokens.tokenizer import Tokenizer
@@ -69,6 +70,29 @@ def test_bad_rows_are_skipped_if_asked(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"prompt": "good"}, {"other": 1}])
     data = read_prompts(config_of(path, skip_bad_rows=True, skip_eval=True))
     assert len(data.train) == 1 and json.loads(data.skipped[0])["line"] == 2
+
+
+def test_the_data_command_reports_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": None}, {"prompt": "long " * 200}, *({"prompt": f"Add {n}"} for n in (1, 1, 2, 3, 4))]
+    path = write(tmp_path / "p.jsonl", [{**row, "answer": "7"} for row in rows])
+    words = ["data", str(path), "--recipe", "rl", "--model_name", "tiny-random", "--context_length", "600"]
+    assert main([*words, "--json", "--skip_eval"]) == 2
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    counts = {"read": 7, "trained": 5, "held_out": 0, "too_long": 1, "bad": 1, "unused": 0}
+    assert (
+        found["rows"] == counts
+        and found["train"]["duplicates"] == 1
+        and found["format"] == "prompts with answer"
+    )
+    assert "Add 1" in found["shown"][0] and found["stops_at_long"]
+    assert "p.jsonl, line 1: The row has no prompt." in told.err and "its column prompt is null" in told.err
+    assert main([*words, "--skip_bad_rows"]) == 2
+    told = capsys.readouterr()
+    assert "1: training stops unless --truncation is drop" in told.out and "left out" not in told.out
+    assert "p.jsonl, line 2, has" in told.err
+    assert main([*words, "--skip_bad_rows", "--truncation", "drop"]) == 0
+    assert "1 left out" in capsys.readouterr().out
 
 
 def test_defaults_by_loss() -> None:

@@ -253,7 +253,10 @@ def longest_line(longest: LongestRow | None) -> str:
         text += f"; {longest.with_savings:,} with {flags_text(longest.options)}"
     trained = longest.trained_context
     if trained is not None and max(longest.as_planned, longest.with_savings) > trained:
-        text += f"; the model's positions end at {trained:,}"
+        text += f"; the model's positions end at {trained:,}{' as scaled' * longest.is_scaled}"
+        if not longest.is_scaled:
+            factor = -(-max(longest.as_planned, longest.with_savings) // trained)
+            text += f", and longer rows need --rope_scaling, such as yarn with --rope_factor {factor}"
     return f"{'longest':<{LABEL_WIDTH}} {text}"
 
 

@@ -244,6 +244,9 @@ QUANTIZING_TRAIN_TYPE = Condition(
     lambda now: TRAIN_TYPE_PARTS[now["train_type"]][1] != "none",
     "with train_type {train_type}",
 )
+ROPE_SCALING = Condition(
+    "`--rope_scaling`", lambda now: now["rope_scaling"] != "none", "with --rope_scaling none"
+)
 SCALES_BY_GROUP = Condition(
     "",
     lambda now: now["scheme"] is not None and now["n_bits"] not in now["scheme"].bits_by_row,

@@ -107,7 +107,7 @@ def _example_value(option: Option) -> str:
     if option.check is check_duration:
         return option.default or "3h30m"
     usual = {"allow_mismatch": "data", "resume": "auto", "dataset": "chats.jsonl", "master_port": "29500"}
-    usual |= {"layers_to_transform": "0-7", "modules_to_save": "embed_tokens,lm_head"}
+    usual |= {"layers_to_transform": "0-7", "modules_to_save": "embed_tokens,lm_head", "rope_factor": "4"}
     usual |= {"add_tokens": "'<think>,</think>'", "reward": "exact:answer", "reward_weights": "0.5"}
     return usual.get(option.name, {int: "100", float: "0.05", str: option.name.upper()}[option.type])
 

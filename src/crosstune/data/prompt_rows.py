@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,6 +28,9 @@ class HasPrompt(Protocol):
 
     @property
     def tools(self) -> Sequence[Any] | None: ...
+
+    @property
+    def place(self) -> str: ...
 
 
 T = TypeVar("T", bound=HasPrompt)
@@ -81,7 +84,7 @@ def read_prompt_rows(config: Config, read: ReadRow[T], *, targets: Collection[st
     if evaluates and train and not held_out:
         train, held_out = _hold_out(train, config)
         found.notes.append(
-            f"{len(held_out)} rows are held out, with all rows of their prompts"
+            f"{num_rows(held_out)} rows are held out, with all rows of their prompts"
             if held_out
             else "no rows are held out, so nothing is evaluated: every prompt has more rows than --eval_fraction and "
             "--eval_samples allow; raise them, or pass --eval_dataset"
@@ -111,6 +114,11 @@ def _read(source: Source, read: ReadRow[T], found: PromptRows[T], *, skips_bad: 
         found.num_left_out += not own
         kept += own
     return kept
+
+
+def num_rows(found: Iterable[HasPrompt]) -> int:
+    """Return the number of different rows that prompts or answers are from."""
+    return len({one.place for one in found})
 
 
 def prompt_key(row: HasPrompt) -> str:

@@ -248,7 +248,9 @@ def layer_bytes(shape: ModelShape, step: Step) -> int:
     attention = width * (2 * shape.queries + 2 * shape.keys) + 4 * shape.num_heads
     mlp = 2 * wide + shape.hidden if has_stacks(shape, step) else 3 * wide
     per_token = norms + attention + width * mlp + _input_width(shape, step) + _adapter_width(shape, step)
-    scores = step.context * shape.num_heads * step.score_bits // 8
+    scores = step.row_parts * step.context * shape.num_heads * step.score_bits // 8
+    if step.row_parts > 1:  # the keys and values of the other ranks, for every head
+        per_token += 2 * width * step.row_parts * shape.queries
     return step.tokens * (per_token + scores)
 
 

@@ -184,6 +184,8 @@ class Step:
     """Blocks that llama_pro added: fully trained and never quantized."""
     num_shards: int = 1
     """Processes that shard weights, gradients and optimizer state."""
+    row_parts: int = 1
+    """Processes that divide the tokens of a row; `context` are the tokens of one."""
     on_gpu: bool = True
     """True if torch updates all weights at once and stores masks as bytes, as on a GPU."""
     offloads_activations: bool = False

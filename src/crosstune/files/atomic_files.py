@@ -85,11 +85,17 @@ def replace_link(link: Path, *, to: str) -> None:
 
 @contextmanager
 def staging_folder(target: Path) -> Iterator[Path]:
-    """Yield a new hidden folder next to `target`, readable by this user only; remove it at the end of the context."""
+    """Yield a new hidden folder next to `target`, readable by this user only; remove it at the end of the context. An OSError
+    reports the path below `target`."""
     folder = staging_path(target)
-    folder.mkdir(mode=0o700)
     try:
+        folder.mkdir(mode=0o700)
         yield folder
+    except OSError as error:
+        name = str(error.filename)
+        if error.errno is None or not name.startswith(str(folder)):
+            raise
+        raise OSError(error.errno, error.strerror, name.replace(str(folder), str(target), 1)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

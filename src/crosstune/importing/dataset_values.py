@@ -1,4 +1,4 @@
-"""Convert the datasets, templates and special tokens of other trainers."""
+"""Convert the datasets, templates, special tokens and scaled positions of other trainers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.options.method import ROPE_KINDS
 from crosstune.data.render.built_in_templates import TEMPLATES
 from crosstune.importing.values import (
     FILE_FOLDER,
     Convert,
     Found,
     Missing,
+    Noted,
     Nothing,
     Options,
     is_off,
@@ -163,6 +165,21 @@ def special_tokens(value: Any, given: Mapping[str, Any]) -> Found:
         if more
         else Nothing("the tokenizer's own special tokens are used")
     )
+
+
+def scaled_positions(value: Any, given: Mapping[str, Any]) -> Found:
+    """Convert the type of RoPE scaling, or the dictionary of a model's config."""
+    if is_off(value):
+        return {}
+    if isinstance(value, str):
+        return Noted(
+            {"rope_scaling": value}, "add --rope_factor: context_length divided by the model's own context"
+        )
+    kind = value.get("rope_type") or value.get("type")
+    others = value.keys() - {"rope_type", "type", "factor", "original_max_position_embeddings", "rope_theta"}
+    if others or kind not in ROPE_KINDS:
+        return Missing("write it into config.json in a copy of the model's folder, and train that")
+    return {"rope_scaling": kind, "rope_factor": value.get("factor")}
 
 
 def factory_data(option: str) -> Convert:

@@ -34,6 +34,7 @@ from crosstune.loop.stop import StopRequested, StopSignal
 
 MAX_OPERATORS = 15
 MAX_TIMES = 400
+MAX_FILES = 10
 TABLE, RESULT = "profile.txt", "profile.json"
 
 
@@ -204,8 +205,10 @@ def profile_lines(result: Mapping[str, Any]) -> Iterator[str]:
             # The end of a long name distinguishes it.
             name = each["name"] if len(each["name"]) <= 40 else f"…{each['name'][-39:]}"
             yield f"  {name:<42}{_time(each['seconds']):>10}  {each['share']:>6.1%}  {each['calls']:>8,.0f}  {each['shapes']}".rstrip()
-    for path in result["files"]:
+    for path in result["files"][:MAX_FILES]:
         yield f"  file     {path}"
+    if len(result["files"]) > MAX_FILES:
+        yield f"  and {len(result['files']) - MAX_FILES:,} more"
 
 
 def _limit_lines(result: Mapping[str, Any]) -> Iterator[str]:
@@ -237,8 +240,8 @@ def _si(value: float) -> str:
 
 
 DEFAULT_FOLDER = "profiles"
-FEW_STEPS = 10
-"""Recorded steps of a cycle that are evaluated even when the run is stopped."""
+PART_STEPS = 10
+"""Longest recording: ending one cannot be interrupted, and takes up to a second for each step."""
 
 
 def schedule(config: Config, place: int) -> str:
@@ -301,8 +304,9 @@ class StepProfile:
     """Times of the steps that were not recorded, without the first."""
     _place: int = 0
     _is_prepared: bool = False
+    _is_announced: bool = False
     _first: int | None = None
-    """The first recorded step of the current cycle."""
+    """The first step of the current recording."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -336,8 +340,13 @@ class StepProfile:
                 yield
         finally:
             self.phase = self.session.phase = no_phase
-        if what == "last":
-            self._end_cycle()
+        is_long = self._num_recorded() == PART_STEPS and what != "last"
+        if is_long and not self._is_announced:
+            self._is_announced = True
+            message = f"the profile is evaluated after every {PART_STEPS} steps, which takes up to a second for each"
+            self.observer.on_event(Warned(message=message, step=number))
+        if is_long or what == "last":
+            self._end_recording()
 
     def note_step_time(self, step_s: float) -> None:
         """Note the time of a step that was not recorded, to compare with recorded steps."""
@@ -346,7 +355,7 @@ class StepProfile:
 
     def close(self) -> None:
         """End an incomplete cycle, measure the limits of the device, and report."""
-        self._end_cycle()
+        self._end_recording()
         if not self.clock.steps:
             first = self.config.profile_wait_steps + self.config.profiler_warmup_steps + 1
             message = f"nothing was profiled: the first recorded step would be number {first} of this process"
@@ -360,24 +369,22 @@ class StepProfile:
             table = write_profile(self.folder, result, self.clock, self.recorded)
             self.observer.on_event(Profiled(path=str(table), folder=str(self.folder), result=result))
 
-    def _end_cycle(self) -> None:
-        first, self._first, self._is_prepared = self._first, None, False
+    def _num_recorded(self) -> int:
+        """Return the number of steps of the current recording."""
+        return sum(self._first is not None and step >= self._first for step in self.clock.steps)
+
+    def _end_recording(self) -> None:
+        first, count = self._first, self._num_recorded()
+        self._first, self._is_prepared = None, False
         if first is None:
             return
-        count = sum(step >= first for step in self.clock.steps)
-        evaluating: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if count > FEW_STEPS:  # up to a second per step is too long before the checkpoint of a stop
-            evaluating = self.stop.interruptible()
-            message = f"evaluating the profile of {count} steps: this may take a second for each step"
-            if self.stop.requested:  # torch's own end of a recording cannot be interrupted
-                message = f"ending the recording of {count} steps, which takes a while; then the run stops"
-            self.observer.on_event(Warned(message=message, step=first))
         try:
             with self._reporting_errors():
                 self.folder.mkdir(parents=True, exist_ok=True)
+                evaluating = self.stop.interruptible()
                 self.recorded.append(self._profiler.stop(self.folder, step=first, evaluating=evaluating))
         except StopRequested:  # the loop stops after this step
-            message = f"the profile of {count} steps was discarded, because the run was stopped"
+            message = f"the recording of {count} step{'s' * (count != 1)} was discarded, because the run was stopped"
             self.observer.on_event(Warned(message=message, step=first))
 
     @contextlib.contextmanager

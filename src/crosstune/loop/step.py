@@ -13,7 +13,7 @@ from crosstune.core.events import Recovered
 from crosstune.core.out_of_memory import EVALUATING, GENERATING, STEP, OutOfMemory
 from crosstune.core.protocols import Backward, Batch, PreparedBatch, Session
 from crosstune.core.schedule import Extension, learning_rate, warmup_steps
-from crosstune.data.batches.row_order import rows_per_step
+from crosstune.data.batches.row_order import num_at_once, rows_per_step
 
 START = 2.0**16
 SMALLEST = 1.0
@@ -126,7 +126,7 @@ def halve(config: Config, *, doing: str) -> Config | None:
         return replace(
             config,
             batch_size=size,
-            gradient_accumulation_steps=-(-rows // (size * max(1, config.world_size))),
+            gradient_accumulation_steps=-(-rows // (size * num_at_once(config))),
             rows_per_step=rows,
         )
     # Generation may use more rows than --batch_size, so --eval_batch_size 1 is tried even where --batch_size is 1.
@@ -142,7 +142,7 @@ def describe_recovery(error: OutOfMemory, after: Config, *, step: int) -> Recove
     if error.doing == STEP:
         accumulation = {"gradient_accumulation_steps": after.gradient_accumulation_steps}
         changed = {"batch_size": after.batch_size, **accumulation}
-        same_rows = math.prod((*changed.values(), max(1, after.world_size))) == after.rows_per_step
+        same_rows = math.prod((*changed.values(), num_at_once(after))) == after.rows_per_step
         rows = {} if "rows_per_step" in after.sources else {"rows_per_step": after.rows_per_step}
         next_time = {"batch_size": after.batch_size, **(accumulation if same_rows else rows)}
     options = " ".join(f"--{name} {value}" for name, value in next_time.items())

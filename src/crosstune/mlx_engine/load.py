@@ -29,6 +29,8 @@ DTYPES = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16": mx.float16}
 """Precision -> dtype of the weights in memory. Trained weights also have fp32 masters."""
 READ_BY_MLX_LM = ("bitnet", "mxfp4", "mxfp8", "fp8", "compressed-tensors", "modelopt", "awq", "gptq")
 """Foreign quantizations that mlx-lm converts to its own on load."""
+_ROPES = {"dynamic": "DynamicNTKScalingRoPE", "yarn": "YarnRoPE", "llama3": "Llama3RoPE"}
+"""Value of --rope_scaling -> mlx-lm's class."""
 _ROWS_COMPARED = 8
 _QUANTIZATION_ERROR = {2: 0.25, 3: 0.1}
 """Bits -> largest relative change of a weight's squared norm by quantization; below 0.05 with more bits."""
@@ -42,6 +44,7 @@ def load_model(folder: Path, *, plan: Plan, dtype: mx.Dtype, trained: bool = Tru
         check_quantization(folder, quantized, plan)
     check_window(config, plan)
     model = read_model(folder, config)
+    check_rope(model, plan)
     if plan.quantizer != "none" and quantized is None:
         layers = linear_layers(model)
         quantize_layers(model, layers, bits=plan.n_bits, group_size=plan.config.group_size)
@@ -76,6 +79,22 @@ def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantizatio
             f"dequantize them on a machine with torch: crosstune convert {folder} --to none",
         )
     return quantized
+
+
+def check_rope(model: nn.Module, plan: Plan) -> None:
+    """Raise if mlx-lm ignores the positions of --rope_scaling in this model."""
+    kind, factor = plan.config.rope_scaling, plan.config.rope_factor
+    if kind == "none" or factor is None:
+        return
+    for _, module in model.named_modules():
+        linear = isinstance(module, nn.RoPE) and module.scale * factor == 1
+        if linear if kind == "linear" else type(module).__name__ == _ROPES[kind]:
+            return
+    raise UserError(
+        f"--rope_scaling {kind} does not work with this model on MLX.",
+        why="mlx-lm ignores it.",
+        do="use a torch backend, or remove --rope_scaling and --rope_factor",
+    )
 
 
 def check_type(folder: Path, config: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ from crosstune.mlx_engine.load import (
     DTYPES,
     check_quantization,
     check_readable,
+    check_rope,
     check_window,
     num_parameters,
     read_model,
@@ -172,6 +173,7 @@ def check_model(folder: Path, *, plan: Plan) -> list[str]:
     check_quantization(folder, check_readable(folder, config), plan)
     check_window(config, plan)
     model = read_model(folder, config)
+    check_rope(model, plan)
     if plan.method in ADAPTER_METHODS:
         layers = Layers.from_config(plan.config)
         targets, quantized = plan.config.lora_target_modules, plan.quantizer != "none"

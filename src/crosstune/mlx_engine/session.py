@@ -44,7 +44,7 @@ from crosstune.mlx_engine.save_model import save_tensors
 from crosstune.mlx_engine.task import Arrays, BuildContext, Gradients, HasOwnHead, Loss, MetricSums, MlxTask
 from crosstune.mlx_engine.wrap_call import bad_arrays, watch_outputs
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_files import save_adapter
+from crosstune.models.adapter_files import changes_to_base, save_adapter
 from crosstune.models.mlx_adapters import to_mlx
 from crosstune.process.ranks import MAXIMUM, mean_metrics
 
@@ -231,7 +231,7 @@ class MlxSession:
             targets=name_targets(self.model, self.adapters, saved=saved),
             base=self.opening.folder,
             base_name=self.opening.base_name,
-            record={"add_tokens": self.plan.config.add_tokens, **self._base_record()},
+            record={**changes_to_base(self.plan.config), **self._base_record()},
             starts={
                 name: adapter.start for name, adapter in self.adapters.items() if adapter.start is not None
             },

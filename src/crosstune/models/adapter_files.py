@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, shown
 from crosstune.core.protocols import Array
 from crosstune.files.atomic_files import put_new, staging_folder
@@ -113,6 +114,15 @@ def save_adapter(
     write_json(folder / RECORD, record)
     if base is not None:
         copy_tokenizer(base, folder)
+
+
+def changes_to_base(config: Config) -> dict[str, Any]:
+    """Return the fields of an adapter's record for options that change the base: an adapter works with the changed one only."""
+    rope = {"rope_scaling": config.rope_scaling, "rope_factor": config.rope_factor}
+    return {
+        "add_tokens": config.add_tokens,
+        "rope_scaling": rope if config.rope_scaling != "none" else None,
+    }
 
 
 def peft_name(name: str, stacks: Collection[str]) -> str:

@@ -77,9 +77,7 @@ def add_tokens(
     rewritten = [path for path, stored in arrays.items() if any(name in stored for name in longer)]
 
     def build(target: Path, _: Path) -> None:
-        for path in folder.iterdir():
-            if path.suffix in _COPIED and path.is_file() and path.name != MARKER:
-                shutil.copy2(path, target / path.name)
+        copy_settings(folder, target)
         for path, stored in arrays.items():
             if path not in rewritten:
                 (target / path.name).symlink_to(path.resolve())
@@ -106,6 +104,17 @@ def add_tokens(
     return replace(
         found, path=install(key, build, need_bytes=need, source=source, cache=cache, progress=progress)
     )
+
+
+def setting_files(folder: Path) -> list[Path]:
+    """Return the config, tokenizer and template files of a model."""
+    found = (path for path in folder.iterdir() if path.suffix in _COPIED and path.is_file())
+    return sorted(path for path in found if path.name != MARKER)
+
+
+def copy_settings(folder: Path, target: Path) -> None:
+    for path in setting_files(folder):
+        shutil.copy2(path, target / path.name)
 
 
 def _read_tokenizer(folder: Path) -> dict[str, Any]:

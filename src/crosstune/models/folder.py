@@ -169,7 +169,7 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
         num_heads=heads,
         num_kv_heads=_first(numbers, "num_key_value_heads") or heads,
         head_dim=_first(numbers, "head_dim") or hidden // heads,
-        max_context=_first(numbers, "max_position_embeddings", "n_positions") or 0,
+        max_context=_longest_row(numbers),
         tied=bool(config.get("tie_word_embeddings", False)),
     )
     family = str(config.get("model_type") or "")
@@ -191,6 +191,14 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
             experts_per_token=min(active, experts),
         )
     return shape
+
+
+def _longest_row(numbers: dict[str, Any]) -> int:
+    """Return the maximum context; `dynamic` positions go beyond max_position_embeddings."""
+    found = _first(numbers, "max_position_embeddings", "n_positions") or 0
+    rope = numbers.get("rope_parameters") or numbers.get("rope_scaling") or {}
+    factor = rope.get("factor") if "dynamic" in (rope.get("rope_type"), rope.get("type")) else None
+    return int(found * factor) if isinstance(factor, (int, float)) and 1 <= factor <= 2**20 else found
 
 
 def check_config(config: Mapping[str, Any], *, path: Path) -> None:

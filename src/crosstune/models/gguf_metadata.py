@@ -64,11 +64,13 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     def text(what: str) -> str:
         (length,) = read("Q")
         if length > min(_STRING_LIMIT, size - file.tell()):
-            raise BadGguf(path, f"{what} is declared with {length:,} bytes, and the file has {size:,}")
+            raise BadGguf(
+                path, f"{what} is declared with {length:,} bytes, and {size - file.tell():,} follow"
+            )
         return file.read(length).decode("utf-8", errors="replace")
 
     if file.read(4) != _MAGIC:
-        raise BadGguf(path, "it does not begin with GGUF")
+        raise BadGguf(path, "it does not begin with GGUF" if size else "it is empty")
     version, num_tensors, num_keys = read("IQQ")
     if version not in _VERSIONS:
         raise BadGguf(path, f"it has version {version}; versions 2 and 3 are supported")
@@ -82,8 +84,10 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
         if kind != _STRING and kind not in _ITEMS:
             raise BadGguf(path, f"{shown(name)} has the unknown type {kind}")
         item_bytes = struct.calcsize(_ITEMS.get(kind, "Q"))  # a string has at least its length
-        if (count or 1) * item_bytes > size - file.tell() or num_entries > _ENTRIES_LIMIT:
-            raise BadGguf(path, f"{shown(name)} is declared with {count or 1:,} entries")
+        if (count or 1) * item_bytes > size - file.tell():
+            raise BadGguf(path, f"the file ends within {shown(name)}, declared with {count or 1:,} entries")
+        if num_entries > _ENTRIES_LIMIT:
+            raise BadGguf(path, f"its arrays have more than {_ENTRIES_LIMIT:,} entries")
         if kind == _STRING:
             texts = [text(f"an entry of {shown(name)}") for _ in range(1 if count is None else count)]
             found |= {name: texts[0]} if count is None else {}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.quantization import wrong_spec
-from crosstune.files.json_fields import NOTHING, OBJECT, TEXT, check_fields, list_of, object_with, whole
+from crosstune.files.json_fields import NOTHING, OBJECT, TEXT, check_fields, list_of, object_with, real, whole
 from crosstune.files.json_files import read_json
 from crosstune.files.plain_files import UnreadableFile
 from crosstune.models.file_hashes import sha256_of_all
@@ -54,6 +54,7 @@ _FIELDS = {
             ("base", "quantization", "converted", "exported", "against_trained"), OBJECT | NOTHING
         ),
         **dict.fromkeys(("precision", "chat_template", "add_tokens"), TEXT | NOTHING),
+        "rope_scaling": object_with({"rope_scaling": TEXT, "rope_factor": real(1)}) | NOTHING,
         "new_blocks": list_of(whole(0)),
     },
     "base.": {"name": TEXT | NOTHING, "identity": OBJECT | NOTHING},

@@ -230,7 +230,7 @@ class ModelFolder:
     path: Path
     source: Source
     base: str | None = None
-    """The folder without the tokens of --add_tokens, if some were given."""
+    """The folder without the tokens of --add_tokens and the positions of --rope_scaling, if one of them is set."""
     kept_tokens: tuple[str, ...] = ()
     """Tokens of --add_tokens that the tokenizer already had."""
 

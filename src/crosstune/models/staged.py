@@ -14,7 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import put_new, remove_abandoned, staging_folder
 from crosstune.files.outputs import check_output_folder, check_output_name
 from crosstune.files.paths import CACHE_VARIABLE
-from crosstune.files.plain_files import disk_full_reason, free_space, readable_bytes, room_advice
+from crosstune.files.plain_files import NO_ROOM, disk_full_reason, free_space, readable_bytes, room_advice
 from crosstune.models.file_hashes import write_checksums
 
 LARGER_CACHE = f"set the environment variable {CACHE_VARIABLE} to a folder on a larger disk"
@@ -39,11 +39,13 @@ class DiskFullError(UserError):
     ) -> None:
         self.cause = cause
         reason = f"the system reports {cause!r}; " if cause else ""
-        free = readable_bytes(free_space(folder))
+        free, cause = free_space(folder), cause or os.strerror(errno.ENOSPC)
+        if free > need_bytes and cause not in map(os.strerror, NO_ROOM):  # the words of a library, as of MLX
+            cause = os.strerror(errno.EFBIG)
         super().__init__(
             f"There is not enough disk space for the model in {folder}.",
-            why=f"{reason}it needs about {readable_bytes(need_bytes)}, and {free} are free.",
-            do=room_advice(cause or os.strerror(errno.ENOSPC), larger),
+            why=f"{reason}it needs about {readable_bytes(need_bytes)}, and {readable_bytes(free)} are free.",
+            do=room_advice(cause, larger),
         )
 
 

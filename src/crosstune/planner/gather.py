@@ -28,6 +28,7 @@ from crosstune.core.quantization import (
     recorded_choice,
 )
 from crosstune.estimate.machine import Machine, choose_backend
+from crosstune.estimate.model_shape import ModelShape
 from crosstune.machines.probe import probe_machine
 from crosstune.models.locate import shape
 from crosstune.models.quantized_folder import quantization_options, read_quantization
@@ -141,9 +142,16 @@ def model_facts(config: Config, preset: Mapping[str, Preset]) -> dict[str, Any]:
         "teacher": shape(teacher, cache=cache_override())
         if teacher and not teaches_by_base(config.options())
         else None,
-        "shape": shape(loaded, cache=cache_override()),
+        "shape": _with_rope(shape(loaded, cache=cache_override()), config),
         "stored": _stored_quantization(folder) if library != "none" else None,
     }
+
+
+def _with_rope(found: ModelShape | None, config: Config) -> ModelShape | None:
+    """Return the shape with the context of --rope_scaling."""
+    if found is None or not found.max_context or config.rope_scaling == "none":
+        return found
+    return replace(found, max_context=int(found.max_context * max(1, config.rope_factor or 1)))
 
 
 def probe_for(config: Config) -> Machine:

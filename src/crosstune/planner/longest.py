@@ -26,7 +26,9 @@ class LongestRow:
     options: dict[str, Any]
     """Options that save memory of long rows without changing the result; empty if the plan has them all."""
     trained_context: int | None
-    """The longest row that the model's positions were trained for; None if unknown."""
+    """The longest row that the model's positions were trained for or are scaled to; None if unknown."""
+    is_scaled: bool
+    """True with --rope_scaling."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,7 +48,8 @@ def find_longest(plan: Plan) -> LongestRow | None:
     def longest(step: Step) -> int:
         def fits(tokens: int) -> bool:
             supervised = tokens if step.supervised is None else step.supervised
-            row = replace(step, batch=1, context=tokens, supervised=supervised)
+            own = -(-tokens // step.row_parts)
+            row = replace(step, batch=1, context=own, supervised=min(own, supervised))
             if step.offloads_activations and tokens * on_host > host:
                 return False
             return step_bytes(shape, row) * factor <= plan.usable_bytes
@@ -67,5 +70,6 @@ def find_longest(plan: Plan) -> LongestRow | None:
         as_planned=as_planned,
         with_savings=with_savings,
         options=options,
-        trained_context=shape.max_context,
+        trained_context=shape.max_context or None,
+        is_scaled=plan.config.rope_scaling != "none",
     )

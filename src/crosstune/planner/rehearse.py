@@ -95,6 +95,8 @@ def check_rehearsal(plan: Plan) -> None:
             "new blocks are copies of values, which it does not have",
             "use --train_type lora or full",
         )
+    elif config.context_parallel > 1:
+        reason, do = "it computes whole rows", "remove --context_parallel"
     elif config.kernels == "fast":
         reason, do = "it runs the general layers", "add --kernels general, or --sharding_strategy full_shard"
     elif config.use_cpu_offload or config.use_activation_cpu_offload:

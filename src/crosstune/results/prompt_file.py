@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.data.read.formats import to_conversation
+from crosstune.data.read.pictures import COLUMNS, PICTURE_TYPES
 from crosstune.data.render.types import Message
 from crosstune.files.json_files import LINE_LIMIT, parse_json, to_json
 from crosstune.files.outputs import is_stream, write_output
@@ -69,6 +70,13 @@ def _read_row(line: str, *, place: str, system: str) -> Prompt:
             why=f"{str(error).rstrip('.')}.",
             do=f"{_ROWS}; name the file .txt if each line is a prompt",
         ) from error
+    if isinstance(row, dict) and _has_pictures(row):
+        raise UserError(
+            f"{place} has a picture.",
+            why="crosstune generate reads text only.",
+            do="to see answers about pictures, train with --eval_dataset and --num_samples: the run's report shows them; "
+            "or open the result with transformers",
+        )
     if isinstance(row, dict) and isinstance(row.get("prompt"), str):
         return make_prompt(row["prompt"], system=system)
     messages = row.get("messages", row.get("prompt")) if isinstance(row, dict) else None
@@ -89,6 +97,20 @@ def _read_row(line: str, *, place: str, system: str) -> Prompt:
         raise UserError(f"{place} has no user message.", do="add one: the model answers it")
     first = [] if turns[0]["role"] in ("system", "developer") else _system(system)
     return Prompt(messages=[*first, *turns], text=None, reference=reference)
+
+
+def _has_pictures(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has pictures in a column or in a message."""
+    if any(row.get(name) for name in COLUMNS):
+        return True
+    turns: list[Any] = next(
+        (row[name] for name in ("messages", "prompt") if isinstance(row.get(name), list)), []
+    )
+    contents = [
+        turn["content"] for turn in turns if isinstance(turn, dict) and isinstance(turn.get("content"), list)
+    ]
+    parts = [part for content in contents for part in content if isinstance(part, dict)]
+    return any(part.get("type") in PICTURE_TYPES for part in parts)
 
 
 def _system(text: str) -> list[Message]:

@@ -29,7 +29,7 @@ _PATH = re.compile(r"file://|[/~\\]|[A-Za-z]:[/\\]|\.{1,2}[/\\]")
 _NAMES = ("_name_or_path", "name_or_path", "vocab_file", "merges_file", "tokenizer_file")
 """Fields of settings with the folder that a model or tokenizer was read from."""
 _KEPT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.gguf")
-_KEPT_RECORD = ("base", "quantization", "precision", "add_tokens", "new_blocks")
+_KEPT_RECORD = ("base", "quantization", "precision", "add_tokens", "rope_scaling", "new_blocks")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ def read_run_rows(opened: Opened, observer: Observer, *, required: str = "") -> 
     corpus, held_out = getattr(recipe, "corpus", None), getattr(recipe, "held_out", None)
     held_out = getattr(held_out, "corpus", held_out)  # preferences
     train = _first(corpus)
-    tokenizer = Tokenizer.from_folder(opened.tokenizer_folder)
+    tokenizer = Tokenizer.from_folder(opened.tokenizer_folder, model=opened.model.path)
     samples = _read_samples(opened)
     asked = list(dict.fromkeys(sample["prompt"] for sample in samples if sample.get("prompt")))
     texts = [tokenizer.decode(row, keep_special=True)[:_TEXT_LENGTH] for row in train]

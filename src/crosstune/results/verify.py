@@ -51,7 +51,8 @@ def refuse_unverified(report: Mapping[str, Any], out: Path, *, do: str | None = 
 
 def chat_problems(before: Path, after: Path) -> list[str]:
     """Describe how the written tokenizer differs. A base without a chat template may get its adapter's."""
-    old, new = Tokenizer.from_folder(before), Tokenizer.from_folder(after)
+    new = Tokenizer.from_folder(after)
+    old = replace(Tokenizer.from_folder(before), reads_parts=new.reads_parts)  # an adapter has no config.json
     if old.chat_template is None:
         new = replace(new, chat_template=None)
     turns = [

@@ -42,6 +42,7 @@ from crosstune.planner.gather import gather
 from crosstune.planner.predict import DataFacts, OwnModel
 from crosstune.process.ranks import Ranks
 from crosstune.recipes.sft import open_tokenizer
+from crosstune.runs.open_parts import with_rope
 from crosstune.runs.open_recipe import open_recipe
 from crosstune.runs.resume import ResumePoint, names_path, read_request, run_folder
 from crosstune.runs.resume_identity import check_base, identity_of_options
@@ -298,6 +299,7 @@ def _check_local_model(plan: Plan, point: ResumePoint | None, checked: RequestCh
     if model is None:
         checked.not_checked.append(f"the model {name}, which is fetched or converted when training starts")
         return
+    model = with_rope(plan.config, model)
     check_model(plan, model, checked)
     checked.model = model
     check_base_adapter(plan, model)

@@ -20,7 +20,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import LossCompared, LossMeasured, Observer, Warned
 from crosstune.core.loss_measurement import Comparison, LossMeasurement
 from crosstune.core.names import unknown_name
-from crosstune.core.protocols import Recipe
+from crosstune.core.protocols import HasPictures, Recipe
 from crosstune.core.weights import result_weights
 from crosstune.data.read.dataset_list import parse_dataset
 from crosstune.files.outputs import check_output
@@ -73,6 +73,9 @@ def move(
     trained_on = str(checkpoint.manifest.backend)
     here = _open_side(checkpoint, _local_backend(trained_on, observer), observer, model_name)
     _check_training(checkpoint, here)
+    if with_data and isinstance(here.recipe, HasPictures) and here.recipe.most_patches():
+        with_data = False
+        observer.on_event(Warned(message=_PICTURES_STAY))
     packed = pack_files(here.plan.config, with_data=with_data)
     members = _members(checkpoint, home, packed.files)
     check_output(
@@ -187,6 +190,12 @@ def _members(checkpoint: Checkpoint, home: Path, files: Mapping[str, Path]) -> d
     for name in sorted([MANIFEST, SEAL, *checkpoint.manifest.files]):
         members[f"{FOLDER}/{checkpoint.folder.name}/{name}"] = checkpoint.folder / name
     return members | {f"data/{name}": path for name, path in files.items()}
+
+
+_PICTURES_STAY = (
+    "the data is not in the archive, since its pictures are files next to it: copy its folder to the other machine, and "
+    "name it there with --dataset"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

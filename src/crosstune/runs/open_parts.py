@@ -16,6 +16,7 @@ from crosstune.core.protocols import Session, Task
 from crosstune.models.added_tokens import add_tokens
 from crosstune.models.identity import identity
 from crosstune.models.locate import ModelFolder, locate
+from crosstune.models.rope_scaling import scale_rope
 from crosstune.process.ranks import Group
 
 
@@ -28,8 +29,16 @@ def find_model(config: Config, observer: Observer) -> ModelFolder:
     model = locate(config.model_name, cache=cache_override(), progress=show)
     if config.add_tokens:
         model = add_tokens(model, config.add_tokens, cache=cache_override(), progress=show)
+    model = with_rope(config, model)
     identity(model.path, progress=show)  # hashed here with progress; later calls use the stored hashes
     return model
+
+
+def with_rope(config: Config, model: ModelFolder) -> ModelFolder:
+    """Return the model with the positions of --rope_scaling, if it is set."""
+    if config.rope_scaling == "none" or config.rope_factor is None:
+        return model
+    return scale_rope(model, config.rope_scaling, config.rope_factor, cache=cache_override())
 
 
 def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer) -> ModelFolder | None:

@@ -24,6 +24,7 @@ from crosstune.config.schema import Config, options_by_name, options_on_resume
 from crosstune.core.errors import UserError, naming
 from crosstune.core.events import Observer, Warned
 from crosstune.core.loss_measurement import LossMeasurement
+from crosstune.data.batches.row_order import num_at_once
 from crosstune.data.read.dataset_list import DatasetEntry, join_entries
 from crosstune.files.atomic_files import set_aside
 from crosstune.files.paths import named_run
@@ -171,7 +172,8 @@ def complete_from_path(
     stored = {name: value for name, value in stored.items() if name not in once} | dict(packed)
     backend = str((stored | asked).get("backend", "auto"))
     kept = kept_options(checkpoint, stored, backend=backend)
-    stored |= kept | _same_rows(checkpoint, request)
+    parts = (stored | asked).get("context_parallel", 1)
+    stored |= kept | _same_rows(checkpoint, dataclasses.replace(request, context_parallel=parts))
     values = stored | _without_auto(asked, kept) | {"resume": str(path)} | _place(request, run)
     return _made(values, request, other=f"the run {run.name}")
 
@@ -181,8 +183,9 @@ def complete_named(request: Config, checkpoint: Checkpoint) -> Config:
     values = request.options_asked()
     kept = kept_options(checkpoint, values, backend=request.backend)
     values = kept | _without_auto(values, kept)
-    before = checkpoint.manifest.options.get("world_size")
-    if before is not None and max(1, before) != max(1, request.world_size):
+    options = checkpoint.manifest.options
+    before, parts = options.get("world_size"), options.get("context_parallel", 1)
+    if before is not None and max(1, before // parts) != num_at_once(request):
         values |= _same_rows(checkpoint, request)
     return _made(values, request, other="the checkpoint")
 
@@ -269,7 +272,7 @@ def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
     batch_size = batch_size or checkpoint.manifest.options.get("batch_size")
     if not rows or not batch_size or "world_size" not in config.sources or config.world_size < 1:
         return {}
-    at_once = batch_size * config.world_size
+    at_once = batch_size * num_at_once(config)
     return {
         "gradient_accumulation_steps": -(-rows // at_once),
         "rows_per_step": rows if rows % at_once else 0,

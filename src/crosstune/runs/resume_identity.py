@@ -83,7 +83,12 @@ def base_fields(plan: Plan) -> dict[str, Any]:
 def settings_of(plan: Plan) -> dict[str, Any]:
     """Return the options that determine the meaning of the trained weights."""
     declaration = _SETTINGS.get(plan.method)
-    names = {"add_tokens", *(options_on_resume(declaration) if declaration is not None else ())}
+    names = {
+        "add_tokens",
+        "rope_scaling",
+        "rope_factor",
+        *(options_on_resume(declaration) if declaration is not None else ()),
+    }
     defaults = options_by_name()
     settings = {"method": plan.method} | {
         name: value

@@ -12,6 +12,7 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, shown
 from crosstune.core.names import nearest
 from crosstune.core.quantization import BaseChoice, QuantSpec, read_spec, recorded_choice
+from crosstune.estimate.vision_families import FAMILIES, is_tower
 from crosstune.files.json_fields import NOTHING, TEXT, check_fields
 from crosstune.files.json_files import read_json
 from crosstune.files.paths import missing_run, sibling_runs
@@ -67,6 +68,8 @@ class Trained:
             return f"it trained {', '.join(self.settings['modules_to_save'])} in full"
         if self.settings.get("target_parameters"):
             return "it adapts experts"
+        if self.record.get("rope_scaling"):
+            return "the positions of its base were scaled by --rope_scaling, which an adapter cannot carry"
         return "it added tokens" if self.record.get("add_tokens") else ""
 
     def options(self, *, quantized: bool = True) -> dict[str, Any]:
@@ -84,8 +87,11 @@ class Trained:
             "layers_to_transform": _layers(self.settings.get("layers_to_transform")),
             "modules_to_save": ",".join(self.settings.get("modules_to_save") or ()) or None,
             "add_tokens": self.record.get("add_tokens"),
+            **dict(self.record.get("rope_scaling") or {}),
             "precision": self.precision,
         }
+        if _adapts_tower(self.adapter):
+            options["train_vision_tower"] = True
         spec = self.quantization if quantized else None
         return options | (quantization_options(spec) if spec else {})
 
@@ -191,6 +197,13 @@ def _targets(adapter: Path, settings: Mapping[str, Any]) -> str:
     return ",".join(
         word for word in written or () if any(f".{layer}".endswith(f".{word}") for layer in layers)
     )
+
+
+def _adapts_tower(adapter: Path) -> bool:
+    """Return True if layers that read pictures have adapters."""
+    file = adapter / "adapter_model.safetensors"
+    names = read_header(file)[0] if file.is_file() else ()
+    return any(".lora_" in name and is_tower(name, family) for name in names for family in FAMILIES.values())
 
 
 def _layers(written: int | list[int] | None) -> str | None:

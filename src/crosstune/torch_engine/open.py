@@ -32,6 +32,7 @@ from crosstune.torch_engine.results import export
 from crosstune.torch_engine.session.optimizer import Masters, make_optimizer
 from crosstune.torch_engine.session.session import TorchSession
 from crosstune.torch_engine.session.text_session import TextSession
+from crosstune.torch_engine.sharding.context import check_parts
 from crosstune.torch_engine.task import BuildContext, HasFastLayers, HasOwnHead, KeepsReference, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 from crosstune.torch_engine.tasks.router_balance import check_router_balance
@@ -84,6 +85,11 @@ def open_session(
             export.load_adapter(
                 Path(plan.config.base_adapter).expanduser(), model, adapters, settings=settings
             )
+        if parallel is not None and parallel.part is not None:
+            assert isinstance(task, CausalLM)
+            task.part = parallel.part
+            with precision.context(device):
+                check_parts(model, parallel.part, device=device)
         recompute_activations(model, plan)
         notes: list[str] = []
         if trained and shard_on_load is None and isinstance(task, CausalLM):
@@ -147,6 +153,9 @@ def recompute_activations(model: nn.Module, plan: Plan) -> None:
     if reentrant and plan.method != "full":
         # Reentrant checkpointing needs at least one input that requires gradients.
         model.enable_input_require_grads()
+    elif hasattr(model, "_require_grads_hook"):
+        # transformers does so for all kinds: a frozen tower would keep its activations, and compute gradients.
+        model.disable_input_require_grads()
 
 
 def check_no_running_statistics(model: nn.Module) -> None:
@@ -197,18 +206,16 @@ def warn_of_rope(config: Any, *, plan: Plan) -> list[str]:
         [settings] if "rope_type" in settings else settings.values()
     ):  # a model may have one per type of layer
         kind = rope.get("rope_type") if isinstance(rope, Mapping) else None
-        # longrope depends on the longest row of the micro-batch only; dynamic frequencies keep the longest row ever seen.
-        if kind not in ("longrope", "dynamic") or (kind == "longrope" and is_alone):
+        if kind not in ("longrope", "dynamic") or is_alone:
             continue
         limit = config.max_position_embeddings
         if kind == "longrope":
             limit = rope.get("original_max_position_embeddings") or limit
         if limit is None or plan.config.context_length <= limit:
             continue
-        other = " or --batch_size 1 without --packing" if kind == "longrope" else ""
         return [
             f"context_length: beyond {limit:,} tokens, this model ({kind}) chooses its rotary frequencies by the longest "
             "row of a micro-batch, so the loss of a row depends on the other rows, and in packed rows on the longest "
-            f"document; to avoid that, use --context_length {limit}{other}"
+            f"document; to avoid that, use --context_length {limit} or --batch_size 1 without --packing"
         ]
     return []

@@ -17,6 +17,7 @@ from crosstune.core.safe_text import printable
 if TYPE_CHECKING:
     from crosstune.config.schema import Config
     from crosstune.recipes.preference.recipe import PreferenceRecipe
+    from crosstune.recipes.rl.recipe import RlRecipe
     from crosstune.recipes.sft import SftRecipe
 
 _LINES_SHOWN = 10
@@ -29,6 +30,7 @@ EXAMPLES = """examples:
   crosstune data support.csv --columns query=prompt,reply=completion
   crosstune data chats.jsonl:0.7,code.jsonl:0.3
   crosstune data pairs.jsonl --recipe preference
+  crosstune data tasks.jsonl --recipe rl
 
 The supervised part of an example is colored on a terminal and in [[ ]] elsewhere."""
 
@@ -54,10 +56,11 @@ def run(words: Sequence[str]) -> int:
     own, config = parse_config(make_parser(), [*["--dataset"] * has_source, *words])
     if config.recipe == "distill":  # the same rows
         config = replace(config, recipe="sft")
-    if config.recipe not in ("sft", "preference"):
+    if config.recipe not in ("sft", "preference", "rl"):
+        others = {"judge": "crosstune judge data", "latent_diffusion": "crosstune latents"}
         raise UserError(
-            f"crosstune data reads conversations, plain text and preferences, not data of the {config.recipe} recipe.",
-            do="remove --recipe",
+            f"crosstune data reads conversations, text, preferences and prompts, not data of the {config.recipe} recipe.",
+            do=f"use {others[config.recipe]}" if config.recipe in others else "remove --recipe",
         )
 
     announce_command("data", config.dataset or "the bundled data", "reading")
@@ -78,11 +81,9 @@ def run(words: Sequence[str]) -> int:
         recipe = _open(
             replace(config, skip_bad_rows=True), cut_long=True, model_folder=model.path, observer=screen
         )
-    report = dict(recipe.describe())
-    if config.recipe == "preference" and config.truncation == "error":
-        report["stops_at_long"] = True
+    report = recipe.describe()
     marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() and not own.json else ("[[", "]]")
-    examples = [recipe.train[place] for place in range(min(own.show, len(recipe.train)))]
+    examples = [_example(recipe, place) for place in range(min(own.show, len(recipe.train)))]
     shown = ["\n".join(_show(example, recipe.tokenizer, *marks)) for example in examples]
     pieces = [_pieces(example, recipe.tokenizer) for example in examples] if own.json else []
     lines = ((line, WARNING if line.startswith("warning") else None) for line in report_lines(report))
@@ -94,7 +95,8 @@ def run(words: Sequence[str]) -> int:
     stops = bool(bad) and not config.skip_bad_rows
     for line in _bad_rows(bad) if stops else ():
         print(printable(line), file=styled(sys.stderr))
-    if stops or (config.truncation == "error" and report["train"]["cut_examples"]):
+    num_long = report["train"].get("cut_examples", report["train"]["dropped_examples"])
+    if stops or (config.truncation == "error" and num_long):
         _open(config, model_folder=model.path)  # raises as training does
     return EXIT_DONE
 
@@ -115,16 +117,26 @@ def _bad_rows(bad: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "all rows that cannot be read: `bad_rows` of --json"
 
 
-def _open(config: Config, *, cut_long: bool = False, **parts: Any) -> SftRecipe | PreferenceRecipe:
-    """Open the data with its recipe; `cut_long` cuts long examples that training would reject."""
+def _open(config: Config, *, cut_long: bool = False, **parts: Any) -> SftRecipe | PreferenceRecipe | RlRecipe:
+    """Open the data with its recipe; with `cut_long`, long examples that training would reject are cut or left out."""
     if config.recipe == "sft":
         from crosstune.recipes.sft import SftRecipe
 
         return SftRecipe(config, cut_long=cut_long, **parts)
-    from crosstune.recipes.preference.recipe import PreferenceRecipe
+    if config.recipe == "preference":
+        from crosstune.recipes.preference.recipe import PreferenceRecipe
 
-    cuts = cut_long and config.truncation == "error"
-    return PreferenceRecipe(replace(config, truncation="cut") if cuts else config, **parts)
+        return PreferenceRecipe(config, cut_long=cut_long, **parts)
+    from crosstune.recipes.rl import LONGEST_ANSWER
+    from crosstune.recipes.rl.recipe import RlRecipe
+
+    if "max_new_tokens" not in config.sources:  # as the preset of training
+        config = replace(config, max_new_tokens=LONGEST_ANSWER)
+    return RlRecipe(config, cut_long=cut_long, **parts)
+
+
+def _example(recipe: SftRecipe | PreferenceRecipe | RlRecipe, place: int) -> Any:
+    return recipe.train[place] if recipe.config.recipe != "rl" else recipe.example(place)  # type: ignore[union-attr]
 
 
 def _show(example: Any, tokenizer: Any, begin: str, end: str) -> Iterator[str]:
@@ -161,8 +173,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         "data": f"{report['dataset']}, read as {report['format']}",
         "identity": report["identity"][:16],
         "rows": _account(report["rows"]) if "rows" in report else f"{train['rows']:,}",
-        "tokens": f"{count(train['tokens'])} in {train['examples']:,} examples, {count(train['supervised_tokens'])} supervised "
-        f"({train['supervised_share']:.1%})",
+        "tokens": _tokens(train),
         "lengths": f"50 % up to {train['length_p50']:,}, 90 % up to {train['length_p90']:,}, "
         f"99 % up to {train['length_p99']:,}, longest {train['longest']:,} (context {report['context_length']:,})",
         "too long": _too_long(train, stops=report.get("stops_at_long", False)),
@@ -176,15 +187,28 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         rows["packed"] = f"{report['packed_rows']:,} rows, {report['packed_fill']:.1%} full"
     if "eval" in report:
         held_out = report["eval"]
-        rows["held out"] = f"{held_out['examples']:,} examples, {count(held_out['tokens'])} tokens"
+        tokens = f", {count(held_out['tokens'])} tokens" if "tokens" in held_out else ""
+        rows["held out"] = f"{held_out['examples']:,} {'examples' if tokens else 'prompts'}{tokens}"
     rows["steps"] = f"{report['num_steps']:,}"
     lines = [f"{name:<11} {value}" for name, value in rows.items()]
     lines += [f"{'note':<11} {sentence}" for sentence in report.get("notes", ())]
     return lines + [f"{'warning':<11} {sentence}" for sentence in report.get("warnings", ())]
 
 
+def _tokens(train: Mapping[str, Any]) -> str:
+    if "supervised_share" not in train:
+        return f"{count(train['tokens'])} in {train['examples']:,} prompts"
+    return (
+        f"{count(train['tokens'])} in {train['examples']:,} examples, {count(train['supervised_tokens'])} supervised "
+        f"({train['supervised_share']:.1%})"
+    )
+
+
 def _too_long(train: Mapping[str, Any], *, stops: bool) -> str:
     """Describe the handling of examples longer than the context; with `stops`, training rejects them."""
+    if "cut_examples" not in train:  # prompts, which are never cut
+        dropped = train["dropped_examples"]
+        return f"{dropped:,}{': training stops unless --truncation is drop' if stops and dropped else ' left out'}"
     cut, tokens = train["cut_examples"], train["cut_tokens"]
     if stops and cut:
         return f"{cut:,}, by {tokens:,} tokens: training stops unless --truncation is cut or drop"

@@ -9,6 +9,7 @@ from crosstune.config.conditions import (
     DEVICE_MEMORY,
     RECOMPUTATION,
     SEVERAL_DEVICES,
+    SFT,
     SHARDED_MODEL,
     SHARDED_WEIGHTS,
     TORCH_ENGINE,
@@ -78,6 +79,14 @@ class HardwareOptions:
         "How the model is sharded or replicated across devices",
         choices=SHARDING,
         needs=(SEVERAL_DEVICES, SHARDED_MODEL),
+    )
+    context_parallel: int = option(
+        1,
+        "Number of devices that divide the tokens of each row, for rows too long for one; the general layers compute them",
+        low=1,
+        high=1024,
+        needs=(SFT, TORCH_ENGINE, SEVERAL_DEVICES),
+        on_resume=OnResume.FREE,
     )
     distributed_backend: str = option(
         "auto",

@@ -16,6 +16,7 @@ from crosstune.config.conditions import (
     MLX_ENGINE,
     QUANTIZED_BASE,
     QUANTIZING_TRAIN_TYPE,
+    ROPE_SCALING,
     SCALES_BY_GROUP,
     SFT,
     TORCH_ENGINE,
@@ -25,6 +26,8 @@ from crosstune.config.option import OnResume, StringKind, option
 from crosstune.core.names import plugin_names
 from crosstune.core.quantization import quantizer_names
 
+ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
+"""Values of --rope_scaling."""
 _adapter = partial(option, needs=(ADAPTERS,))
 
 
@@ -139,6 +142,21 @@ class MethodOptions:
         joins_items="",
         reads_lines=True,
         longest=2**16,
+    )
+    rope_scaling: str = option(
+        "none",
+        "Scale the rotary positions of the model for rows longer than it was trained for: linear, dynamic (NTK), yarn or llama3 (with "
+        "the frequency factors 1 and 4 of Llama 3.1); merged and exported models contain it, an adapter alone does not",
+        choices=("none", *ROPE_KINDS),
+        on_resume=OnResume.ADAPTER,
+    )
+    rope_factor: float | None = option(
+        None,
+        "Factor of --rope_scaling: the longest row divided by the longest row that the model was trained for",
+        low=1,
+        high=1024,
+        needs=(ROPE_SCALING,),
+        on_resume=OnResume.ADAPTER,
     )
     use_rslora: bool = _adapter(
         False,

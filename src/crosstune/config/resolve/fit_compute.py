@@ -103,6 +103,8 @@ def _why_general(draft: Draft) -> str | None:
         if draft.num_shards > 1:
             return "the fused blocks need unsharded weights; --sharding_strategy ddp replicates them"
         return "the fused blocks need flash attention" if draft["use_flash_attention"] is False else None
+    if draft["context_parallel"] > 1 and draft.world_size > 1:
+        return "the fast layers attend to whole rows, not to rows divided by --context_parallel"
     if draft["recipe"] == "judge" and draft["head"] == "scalar":
         return "the fast layers do not support a scalar head"
     if draft.method != "lora":

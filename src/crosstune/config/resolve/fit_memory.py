@@ -112,6 +112,8 @@ class _Fitting:
         work = work_of_rows({name: draft[name] for name in draft.request.options()})
         most = work.num_answers * draft["context_length"]
         context = min(most, longest or most)
+        parts = min(draft["context_parallel"], draft.world_size)
+        target = draft.facts.longest_target
         fast = draft["kernels"] == "fast" and report.engine == "torch"
         shape = self.shape
         step = Step(
@@ -125,7 +127,8 @@ class _Fitting:
             group_size=draft["group_size"],
             double_quant=draft["double_quant"],
             batch=draft["batch_size"],
-            context=context,
+            context=-(-context // parts),
+            row_parts=parts,
             answers=work.num_answers,
             extra_passes=work.num_passes,
             first_passes=work.num_first_passes,
@@ -134,7 +137,7 @@ class _Fitting:
             patches=draft.facts.patches,
             trains_tower=draft["train_vision_tower"],
             trains_projector=draft["train_projector"],
-            supervised=draft.facts.longest_target,
+            supervised=target if target is None or parts == 1 else min(target, -(-context // parts)),
             checkpointing=draft["use_gradient_checkpointing"],
             compute_bits=compute_bits,
             weight_bits=32 if precision.endswith("_autocast") else compute_bits,

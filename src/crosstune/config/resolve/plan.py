@@ -89,6 +89,11 @@ class Plan:
         return self.config.precision
 
     @property
+    def divides_rows(self) -> bool:
+        """True if ranks divide the tokens of each row (--context_parallel)."""
+        return self.config.context_parallel > 1 and self.world_size > 1
+
+    @property
     def attention(self) -> tuple[Attention, str]:
         """The attention implementation and the reason for it."""
         config = self.config

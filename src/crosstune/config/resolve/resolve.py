@@ -6,9 +6,14 @@ from dataclasses import replace
 
 from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS, parse_losses
 from crosstune.config.mlx_settings import unused_settings
+from crosstune.config.resolve.check_long_rows import check_context_parallel, check_rope
 from crosstune.config.resolve.choose_method import choose_method, default_rate, rate_warning
 from crosstune.config.resolve.facts import Facts
-from crosstune.config.resolve.fit_compute import fit_compile, fit_kernels, fit_precision
+from crosstune.config.resolve.fit_compute import (
+    fit_compile,
+    fit_kernels,
+    fit_precision,
+)
 from crosstune.config.resolve.fit_memory import fit_memory
 from crosstune.config.resolve.plan import Draft, Plan
 from crosstune.config.schema import Config, option_list
@@ -44,6 +49,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     fit_precision(draft)
     collective = _fit_world(draft)
     _fit_attention(draft)
+    check_context_parallel(draft)
     fit_kernels(draft)
     fit_compile(draft)
     _fit_optimizer(draft)
@@ -304,17 +310,20 @@ def _check_values(draft: Draft) -> None:
         _check_start(draft)
     if draft["add_tokens"]:
         _check_tokens(draft)
+    if draft["rope_scaling"] != "none":
+        check_rope(draft)
     if draft["layers_to_transform"] and draft.facts.mlx_settings.get("num_layers", -1) != -1:
         draft.refuse(
             "layers_to_transform and num_layers of --mlx_config are both set.", do="keep one of the two"
         )
     if draft["max_steps"] != -1 and (draft["warmup_steps"] or 0) > draft["max_steps"]:
         draft.warn("warmup_steps", "exceeds max_steps: the warm-up is shortened to the whole run")
-    rows, size, world = draft["rows_per_step"], draft["batch_size"], draft.world_size
+    rows, size = draft["rows_per_step"], draft["batch_size"]
+    world = max(1, draft.world_size // draft["context_parallel"])
     if rows and size and (parts := -(-rows // size)) < world:
         draft.warn(
             "rows_per_step",
-            f"{rows} rows in micro-batches of {size} leave {world - parts} of {world} devices idle",
+            f"{rows} rows in micro-batches of {size} leave {(world - parts) * draft['context_parallel']} of {draft.world_size} devices idle",
         )
     if draft.method == "llama_pro" and draft["base_adapter"]:
         why = "llama_pro trains blocks, not adapters."

@@ -99,5 +99,10 @@ def rows_per_evaluation(config: Config, *, at_least: int = 1) -> int:
 def rows_per_step(config: Config) -> int:
     """Return the number of rows of an optimizer step, across all ranks."""
     return config.rows_per_step or (
-        config.batch_size * config.gradient_accumulation_steps * max(1, config.world_size)
+        config.batch_size * config.gradient_accumulation_steps * num_at_once(config)
     )
+
+
+def num_at_once(config: Config) -> int:
+    """Return the number of micro-batches that the ranks compute at once; --context_parallel ranks share one."""
+    return max(1, config.world_size // config.context_parallel)

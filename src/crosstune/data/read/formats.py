@@ -8,7 +8,13 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.data.read.pictures import COLUMNS as PICTURE_COLUMNS
-from crosstune.data.read.pictures import IN_TEXT, PICTURES, picture_parts, place_pictures
+from crosstune.data.read.pictures import (
+    IN_TEXT,
+    PICTURE_TYPES,
+    PICTURES,
+    picture_parts,
+    place_pictures,
+)
 from crosstune.data.render.types import EXCLUDED, NO_LOSS, REASONING_KEYS
 from crosstune.files.json_files import parse_json
 
@@ -63,13 +69,14 @@ ROLE_ALIASES: Mapping[str, str] = {
 _EMPTY: tuple[Any, ...] = (None, "", [])
 _MEDIA_COLUMNS = ("pixel_values", "video", "audio")
 TEXT_ONLY = "this recipe reads text only"
+_REMOVE = "train on pictures with --recipe sft and a vision-language model, or remove"
 _NAME_COLUMNS = "specify the columns to read with --columns, as in --columns query=prompt,reply=completion"
 _GUANACO_TURNS = {"### Human:": "user", "### Assistant:": "assistant"}
 
 
 def detect_format(first: Row, *, asked: str, source: str) -> str:
     """Return the requested format, or detect it from the columns of the first row."""
-    _check_media(first, what=source, no_pictures="")
+    check_media(first, what=source, no_pictures="")
     if asked != "auto":
         return asked
     found = fitting_formats(first)
@@ -85,10 +92,10 @@ def to_conversation(row: Row, form: str, *, no_pictures: str = TEXT_ONLY) -> Con
     """Return the messages of a row, or its text for the format without turns. A missing answer becomes an empty answer.
 
     `no_pictures` says why pictures cannot be read; if it is empty, messages have the references of their pictures."""
-    _check_media(row, what="It", no_pictures=no_pictures)
+    check_media(row, no_pictures=no_pictures)
     _check_columns(row, form)
     if form in WITHOUT_TURNS:
-        _check_media(row, what="It", no_pictures="pictures belong to a message, and this format has none")
+        check_media(row, no_pictures="pictures belong to a message, and this format has none")
         return _answer(row, "text")
     turns = _turns(row, form, no_pictures)
     if not no_pictures:
@@ -230,7 +237,10 @@ def _flag(value: Any) -> bool | None:
 def _text_part(part: Any, no_pictures: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise UserError("The content of a message must be text.", why=f"found {_short(part)}; {no_pictures}.")
+    do = f"{_REMOVE} this part" if isinstance(part, Mapping) and part.get("type") in PICTURE_TYPES else ""
+    raise UserError(
+        "The content of a message must be text.", why=f"found {_short(part)}; {no_pictures}.", do=do
+    )
 
 
 def _check_order(roles: list[str]) -> None:
@@ -279,14 +289,15 @@ def _system_column(row: Row) -> str | None:
     return next((name for name in SYSTEM_COLUMNS if row.get(name) not in (None, "")), None)
 
 
-def _check_media(row: Row, *, what: str, no_pictures: str) -> None:
+def check_media(row: Row, *, what: str = "It", no_pictures: str = TEXT_ONLY) -> None:
+    """Raise if a row has pictures, video or audio in columns; `no_pictures` is empty if pictures are read."""
     columns = (*PICTURE_COLUMNS, *_MEDIA_COLUMNS) if no_pictures else _MEDIA_COLUMNS
     media = [name for name in columns if row.get(name) not in _EMPTY]
     if media:
         raise UserError(
             f"{what} has columns that are not text: {', '.join(media)}.",
             why=f"{no_pictures or 'video and audio are not read'}.",
-            do="use a text dataset, or remove these columns",
+            do=f"{_REMOVE} these columns" if no_pictures else "use a text dataset, or remove these columns",
         )
 
 
@@ -376,7 +387,7 @@ def _parsed_list(value: Any, what: str) -> list[Any]:
 def _text(row: Row, column: str) -> str:
     value = row[column]
     if not isinstance(value, str):
-        raise UserError(f"The {column} column must contain text.", why=f"found {type(value).__name__}.")
+        raise UserError(f"The {column} column must contain text.", why=f"found {_short(value)}.")
     return value
 
 

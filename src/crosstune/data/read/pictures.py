@@ -26,6 +26,7 @@ IN_TEXT = "\ufdd1"
 PICTURES = "pictures"
 """The key of a message with the references of its pictures, in order."""
 COLUMNS = ("images", "image")
+PICTURE_TYPES = ("image", "image_url")
 WRITTEN = "<image>"
 """Marks the place of a picture of a column in the text."""
 MOST_BYTES = 64 << 20
@@ -79,7 +80,7 @@ def picture_parts(content: Sequence[Any]) -> tuple[str, list[Any]]:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
             pieces.append(str(part["text"]))
-        elif kind in ("image", "image_url"):
+        elif kind in PICTURE_TYPES:
             given = {key: part[key] for key in _KEYS if part.get(key) is not None}
             pieces.append(IN_TEXT if given else WRITTEN)  # a bare part stands for a picture of a column
             found += [given] * bool(given)
@@ -158,12 +159,6 @@ def open_picture(reference: Any, folder: Path | None, *, decode: bool = True) ->
         data="" if path is not None else base64.b64encode(raw).decode(),
         animated=is_animated,
     )
-
-
-def open_file(path: Path) -> Picture:
-    """Check a picture that a command names."""
-    path = path.expanduser().absolute()
-    return open_picture(path.name, path.parent)
 
 
 def thumbnail(picture: Picture, *, side: int = 128) -> str:

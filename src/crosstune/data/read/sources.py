@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -162,7 +163,8 @@ def row_error(error: UserError, part: Part, number: int) -> UserError:
 
 def skipped_row(error: UserError, part: Part, number: int) -> str:
     """Return a row that cannot be read as a line of skipped_rows.jsonl."""
-    return json.dumps({"file": part.name, "line": number, "reason": f"{error.message} {error.why}".strip()})
+    reason = f"{error.message.rstrip('.')}: {error.why}" if error.why else error.message
+    return json.dumps({"file": part.name, "line": number, "reason": reason})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +215,12 @@ class Source:
                     found = found._replace(row=rename(found.row, columns))
                 yield part, found, before + found.end_byte
             before += part.size_bytes
+
+    def place(self, number: int) -> str:
+        """Return the file and line of a row by its number from 1, as the middle of a sentence."""
+        part, found, _ = next(itertools.islice(self.rows(), number - 1, None))
+        place = part.place(found.number)
+        return place[0].lower() + place[1:] if place.startswith("Row ") else place
 
 
 def open_source(name: str, *, needs_training: bool = True) -> Source:

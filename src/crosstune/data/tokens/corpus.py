@@ -183,11 +183,11 @@ def open_corpus(
     progress: OnProgress | None = None,
     cut_long: bool = False,
     ways: Sequence[str] = ("cut", "drop", "split"),
-    place: Callable[[int], str] = "row {}".format,
+    place: Callable[[int], str] | None = None,
 ) -> Corpus:
     """Tokenize a source, or its first `limit` rows unless that is -1. Its files may have different formats. `cut_long` cuts
     examples where they would raise an error because they are too long; the error names `ways`, values of --truncation, and the
-    `place` of a row by its number from 1."""
+    `place` of a row by its number from 1: its file and line, unless given."""
     corpora: list[Corpus] = []
     for uniform in split_by_format(source, asked=asked_format, columns=columns or {}):
         remaining = limit - sum(corpus.store.facts["rows"] for corpus in corpora) if limit != -1 else -1
@@ -212,7 +212,7 @@ def open_corpus(
             identity=digest(decides | {"context": context_length, "truncation": used}),
             model_limit=model_limit,
             ways=ways,
-            place=place,
+            place=place or uniform.place,
         )
         corpora.append(fitted)
     return join_corpora(corpora)
@@ -246,9 +246,9 @@ def fit_context(
     truncation: str,
     form: str,
     identity: str,
+    place: Callable[[int], str],
     model_limit: int | None = None,
     ways: Sequence[str] = ("cut", "drop", "split"),
-    place: Callable[[int], str] = "row {}".format,
 ) -> Corpus:
     """Return the examples of a store within the context. Longer examples raise a UserError, or are cut, dropped or split."""
     lengths = store.lengths()
@@ -293,7 +293,8 @@ def how_to_fit(needed: int, model_limit: int | None, *, ways: Sequence[str]) -> 
     passed = f"pass --truncation {listed}" if ways else "use shorter examples"
     if model_limit and needed > model_limit:
         return (
-            f"{passed}: --context_length cannot be above {model_limit}, this model's maximum context length"
+            f"{passed}: --context_length cannot be above {model_limit}, this model's maximum context length; --rope_scaling "
+            f"yarn --rope_factor {-(-needed // model_limit)} trains it for longer rows"
         )
     return f"raise --context_length to {needed}" + (f", or {passed}" if ways else "")
 

@@ -14,7 +14,7 @@ from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError, shown
 from crosstune.data.render.types import ChatTokens
 from crosstune.data.tokens.trials import try_tokenizer
-from crosstune.estimate.vision_families import Vision, read_vision
+from crosstune.estimate.vision_families import FAMILIES, Vision, read_vision
 from crosstune.files.json_fields import (
     NOTHING,
     OBJECT,
@@ -76,6 +76,8 @@ class Tokenizer:
     """How the model reads pictures."""
     why_no_pictures: str = "this recipe reads text only"
     """Empty if pictures are read."""
+    reads_parts: bool = False
+    """True for a vision-language model, whose template reads contents as lists of parts."""
     num_rows: int | None = None
     """The model's number of embeddings, if its config.json is in the same folder."""
 
@@ -110,6 +112,7 @@ class Tokenizer:
             other_named=tuple((name, text) for name in _NAMES if (text := _token_text(tokens.get(name)))),
             digest=hashlib.sha256(written).hexdigest(),
             template_file=str(template_file),
+            reads_parts=_is_vision(model or folder),
             num_rows=_num_rows(folder / "config.json"),
         )
 
@@ -135,7 +138,7 @@ class Tokenizer:
                 else "its config names another token for pictures"
             )
             return replace(self, why_no_pictures=f"this model's files do not match: {why}")
-        return replace(self, vision=found.limited(pixels), why_no_pictures="")
+        return replace(self, vision=found.limited(pixels), why_no_pictures="", reads_parts=True)
 
     def check_fits(self, vocab_size: int, *, source: str) -> None:
         """Raise a UserError when a token has no embedding in the model; `source` is the tokenizer's name."""
@@ -162,7 +165,7 @@ class Tokenizer:
             named_tokens=tuple(self.named_tokens.items()),
             leading_bos=self.leading_bos,
             special=self.special,
-            reads_parts=self.vision is not None,
+            reads_parts=self.reads_parts,
             picture=_written(self.vision),
             stop_tokens=tuple(sorted(stops, key=lambda text: (-len(text), text))),
         )
@@ -310,6 +313,11 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> tuple[str | None, 
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template, folder / "tokenizer_config.json"
+
+
+def _is_vision(folder: Path) -> bool:
+    config = read_json(folder / "config.json", foreign=True)
+    return isinstance(config, dict) and config.get("model_type") in FAMILIES
 
 
 def _num_rows(path: Path) -> int | None:

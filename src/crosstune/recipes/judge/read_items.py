@@ -12,6 +12,7 @@ from typing import Any
 from crosstune.core.errors import UserError, shown
 from crosstune.data.read.columns import Columns, check_columns
 from crosstune.data.read.files import Row
+from crosstune.data.read.formats import check_media
 from crosstune.data.read.sources import Source, row_error, skipped_row
 from crosstune.recipes.judge.items import WINNERS, Item, Scale, read_scale, swapped
 from crosstune.recipes.judge.verdicts import parse_text_verdict
@@ -111,6 +112,7 @@ class ItemReader:
             )
 
     def _item(self, row: Row, *, number: int) -> Item:
+        check_media(row)
         fields = _named_fields(row)
         group = self._group(row, fields)
         shared: dict[str, Any] = {

@@ -66,15 +66,23 @@ def pair_warnings(
     *,
     answers: Mapping[str, Any],
     losses: Collection[str],
+    num_cut: int,
 ) -> list[str]:
     found = list[str]()
-    left_out = {"same": "their two answers are the same", "too_long": "an answer does not fit the context"}
+    left_out = {
+        "same": "their two answers are the same",
+        "too_long": "an answer does not fit the context",
+        "bad": "they cannot be read",
+    }
     for name, why in left_out.items():
         if rows[name]:
             found.append(f"{rows[name]} of {rows['read']} rows are left out: {why}")
-    if train.num_cut:
+    parts = [part for part in (train, held_out) if part is not None]
+    if halves := sum(part.num_too_long for part in parts) - rows["too_long"]:
+        found.append(f"rows with one answer that does not fit the context and is left out: {halves}")
+    if num_cut:
         found.append(
-            f"rows with an answer that is cut at the context: {train.num_cut}, whose end is not compared; raise "
+            f"rows with an answer that is cut at the context: {num_cut}, whose end is not compared; raise "
             "--context_length"
         )
     pairs = [(prompt_key(one), str(one.answers), one.is_desirable) for one in train.preferences]

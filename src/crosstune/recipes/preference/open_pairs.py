@@ -13,7 +13,7 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import Example
 from crosstune.data.named_datasets import RowsPart
-from crosstune.data.prompt_rows import PromptRows, read_prompt_rows
+from crosstune.data.prompt_rows import PromptRows, num_rows, read_prompt_rows
 from crosstune.data.read.files import Row
 from crosstune.data.read.sources import Source
 from crosstune.data.tokens.corpus import Corpus, how_to_fit, open_corpus
@@ -62,12 +62,13 @@ class PreferenceCorpus:
     first: NDArray[np.int64]
     """The first row of each preference in the corpus."""
     num_too_long: int = 0
+    """Rows that are left out, for an answer that does not fit."""
     num_cut: int = 0
-    """Preferences with a truncated answer."""
+    """Rows with a truncated answer."""
 
     @property
     def stats(self) -> dict[str, Any]:
-        """The statistics of the answers, with preferences that are cut or dropped instead of examples."""
+        """The statistics of the answers, with rows that are cut or dropped instead of examples."""
         sides = [np.arange(len(one.answers)) for one in self.preferences]
         places = np.concatenate([first + side for first, side in zip(self.first, sides, strict=True)])
         counts = {"cut_examples": self.num_cut, "dropped_examples": self.num_too_long}
@@ -128,7 +129,7 @@ def tokenize(
     if long and config.truncation == "error":
         longest = int(lengths.argmax())
         raise UserError(
-            f"{len(long)} of {len(found)} rows of {name} have an answer that is longer, with its prompt, than the context of "
+            f"{num_rows(found[place] for place in long)} of {num_rows(found)} rows of {name} have an answer that is longer, with its prompt, than the context of "
             f"{corpus.limit} tokens.",
             why=f"the longest, {found[owners[int(numbers[longest])]].place}, has {int(lengths[longest])} tokens.",
             do=how_to_fit(int(lengths[longest]), model_limit, ways=ways),
@@ -151,6 +152,6 @@ def tokenize(
         corpus=corpus,
         preferences=[found[place] for place in kept],
         first=np.array(first, dtype=np.int64),
-        num_too_long=len(found) - len(kept),
-        num_cut=len(long.intersection(kept)),
+        num_too_long=num_rows(found[place] for place in set(range(len(found))).difference(kept)),
+        num_cut=num_rows(found[place] for place in long.intersection(kept)),
     )

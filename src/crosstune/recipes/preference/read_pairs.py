@@ -9,7 +9,7 @@ from typing import Any
 
 from crosstune.core.errors import UserError, shown
 from crosstune.data.read.files import Row
-from crosstune.data.read.formats import ROLE_ALIASES, SYSTEM_COLUMNS, Turn, as_messages, tools_of
+from crosstune.data.read.formats import ROLE_ALIASES, SYSTEM_COLUMNS, Turn, as_messages, check_media, tools_of
 from crosstune.data.render.types import NO_LOSS
 
 # Column -> other names, tried in this order if the row has no column of the first name.
@@ -97,6 +97,7 @@ def read_answer(row: Row) -> Preference | None:
 
 def _named(row: Row) -> dict[str, Any]:
     """Return the values of a row by our column names."""
+    check_media(row)
     found: dict[str, Any] = {}
     for name, aliases in ALIASES.items():
         column = next((each for each in (name, *aliases) if row.get(each) is not None), None)

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,16 @@ _STAGE = "reference"
 class PreferenceRecipe(TokenRecipe):
     """The tokenized preferences of one run, and their evaluation."""
 
-    def __init__(self, config: Config, *, model_folder: Path, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_folder: Path,
+        observer: Observer | None = None,
+        cut_long: bool = False,
+    ) -> None:
+        self.stops_at_long = cut_long and config.truncation == "error"
+        config = replace(config, truncation="cut") if self.stops_at_long else config
         self.config, self.observer = config, observer or Observers()
         raise_all(check_options(config))
         self.loss = make_loss(config)
@@ -258,8 +268,15 @@ class PreferenceRecipe(TokenRecipe):
         if self.held_out is not None:
             described["eval"] = self.held_out.stats
         own = pair_warnings(
-            rows, self.train, self.held_out, answers=described["sides"], losses=self.loss.weights
+            rows,
+            self.train,
+            self.held_out,
+            answers=described["sides"],
+            losses=self.loss.weights,
+            num_cut=0 if self.stops_at_long else self.train.num_cut,
         )
+        if self.stops_at_long:  # training rejects what a report cuts
+            described["stops_at_long"] = True
         stats = {
             **described["train"],
             "cut_examples": 0,

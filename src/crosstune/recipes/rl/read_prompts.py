@@ -13,7 +13,7 @@ from crosstune.core.errors import UserError, shown
 from crosstune.core.rewards import ScoredAnswer
 from crosstune.data.prompt_rows import PromptRows, prompt_key, read_prompt_rows
 from crosstune.data.read.files import Row
-from crosstune.data.read.formats import SYSTEM_COLUMNS, Turn, as_messages, tools_of
+from crosstune.data.read.formats import SYSTEM_COLUMNS, Turn, as_messages, check_media, tools_of
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.data.tokens.tokenizer import Tokenizer
 
@@ -59,11 +59,13 @@ def is_conversation(text: str) -> bool:
 
 def read_prompt(row: Row, *, place: str = "") -> Prompt:
     """Return the prompt of a row. Text becomes a message of the user; a conversation that ends with an answer loses it."""
+    check_media(row)
     name = next((each for each in ("prompt", *ALIASES) if row.get(each) is not None), None)
     if name is None:
-        raise UserError(
-            "The row has no prompt.", why=f"its columns are {', '.join(map(str, row)) or 'none'}.", do=_SHAPE
-        )
+        null = next((each for each in ("prompt", *ALIASES) if each in row), None)
+        why = f"its columns are {', '.join(map(str, row)) or 'none'}."
+        why = f"its column {null} is null." if null is not None else why
+        raise UserError("The row has no prompt.", why=why, do=_SHAPE)
     value = row[name]
     is_text = isinstance(value, str) and not is_conversation(value)
     if is_text:

@@ -32,6 +32,7 @@ from crosstune.core.rewards import Rewards
 from crosstune.core.weights import averaged
 from crosstune.data.batches.row_order import RowOrder
 from crosstune.data.batches.token_batch import Example, TokenBatch, pad_rows
+from crosstune.data.prompt_rows import prompt_key
 from crosstune.data.read.in_memory import name_in_memory
 from crosstune.models.folder import longest_context
 from crosstune.recipes.rl.batch import Rollout, RolloutBatch, make_batch
@@ -59,8 +60,11 @@ class RlRecipe:
         *,
         model_folder: Path,
         observer: Observer | None = None,
-        open_judge: FindJudge,
+        open_judge: FindJudge | None = None,
+        cut_long: bool = False,
     ) -> None:
+        self.stops_at_long = cut_long and config.truncation == "error"
+        config = replace(config, truncation="drop") if self.stops_at_long else config  # prompts are never cut
         self.config, self.observer, self.open_judge = config, observer or Observers(), open_judge
         raise_all(check_options(config))
         self.loss = RlLoss.from_config(config)
@@ -93,6 +97,7 @@ class RlRecipe:
         if self._rewards is not None:
             return
         backend = session.plan.backend.name
+        assert self.open_judge is not None, "a recipe that trains can find judges"
         self._rewards = open_rewards(
             self.config, backend=backend, observer=observer, open_judge=self.open_judge
         )
@@ -235,17 +240,18 @@ class RlRecipe:
         size = self.config.batch_size
         places = self.rows(step)
         examples = [
-            Example(
-                tokens=np.array(self.train[place].tokens, dtype=np.int32),
-                supervised=np.arange(len(self.train[place].tokens)) > 0,
-                index=place,
-            )
-            for place in places
+            self.example(place, supervised=np.arange(len(self.train[place].tokens)) > 0) for place in places
         ]
         pad_id = self.tokenizer.pad_id
         return [
             pad_rows(examples[start : start + size], pad_id=pad_id) for start in range(0, len(examples), size)
         ]
+
+    def example(self, place: int, *, supervised: Array | None = None) -> Example:
+        """Return a prompt as an example, without supervised tokens unless given."""
+        tokens = np.array(self.train[place].tokens, dtype=np.int32)
+        marks = supervised if supervised is not None else np.zeros(len(tokens), dtype=np.bool_)
+        return Example(tokens=tokens, supervised=marks, index=place)
 
     def _order(self) -> RowOrder:
         """Return the order of the prompts, a step for each generation."""
@@ -313,10 +319,13 @@ class RlRecipe:
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
         lengths, config, data = [len(one.tokens) for one in self.train], self.config, self.data
+        num_kept = len(self.train) + len(self.held_out) + data.num_too_long + len(data.skipped)
         columns = sorted(columns_of(self.train[:1000]))
         warnings = []
-        if data.num_too_long:
-            warnings.append(f"{data.num_too_long} prompts are left out: they leave no room for an answer")
+        if data.num_too_long and not self.stops_at_long:
+            warnings.append(f"prompts that leave no room for an answer and are left out: {data.num_too_long}")
+        if data.skipped:
+            warnings.append(f"{len(data.skipped)} rows cannot be read and are skipped")
         if not self.held_out and not config.skip_eval and config.eval_samples:
             warnings.append(
                 "nothing is evaluated: the data is too small to hold out prompts; pass --eval_dataset"
@@ -330,8 +339,15 @@ class RlRecipe:
             "train": {
                 "examples": len(self.train), "tokens": sum(lengths), "supervised_tokens": 0, "longest": max(lengths),
                 "rows": data.num_rows, "bad_rows": len(data.skipped), "dropped_examples": data.num_too_long,
+                "duplicates": len(self.train) - len({prompt_key(one) for one in self.train}),
+                **{f"length_p{share}": int(np.percentile(lengths, share, method="higher")) for share in (50, 90, 99)},
+            },
+            "rows": {
+                "read": data.num_rows, "trained": len(self.train), "held_out": len(self.held_out), "too_long": data.num_too_long,
+                "bad": len(data.skipped), "unused": data.num_rows - num_kept,
             },
             **({"eval": {"examples": len(self.held_out)}} if self.held_out else {}),
+            **({"stops_at_long": True} if self.stops_at_long else {}),
         }  # fmt: skip
         return described | {k: v for k, v in (("notes", list(data.notes)), ("warnings", warnings)) if v}
 

@@ -288,13 +288,18 @@ def choose_targets(
     model: nn.Module, targets: str, *, dora: bool, layers: Layers = ALL_LAYERS, tower: bool = False
 ) -> list[str]:
     """Return the linear layers and expert stacks that match `targets`: of the language model, and of the `tower` too."""
-    family = family_of(getattr(model, "config", None))
-    kind = type(model).__name__
-    chosen = choose_names(
-        language_layers(model), targets, stacks=expert_stacks(model), dora=dora, model=kind, layers=layers
-    )
+    family, stacks = family_of(getattr(model, "config", None)), expert_stacks(model)
+    linears = language_layers(model)
+    layers.check([*linears, *stacks])  # they are blocks of the language model
+    kept = layers.choose([*linears, *stacks])
     reader = [name for name in linear_layers(model) if tower and is_tower(name, family)]
-    return chosen + (choose_names(reader, targets, dora=dora, model=f"the tower of {kind}") if reader else [])
+    return choose_names(
+        [*(name for name in kept if name not in stacks), *reader],
+        targets,
+        stacks=[name for name in kept if name in stacks],
+        dora=dora,
+        model=type(model).__name__,
+    )
 
 
 def language_layers(model: nn.Module) -> list[str]:

@@ -113,6 +113,7 @@ def load_model(
         model = _assemble(source, precision, device, finish)
     if precision.buffers is not None:
         _cast_buffers(model, precision.buffers)
+    forget_row_lengths(model)
     if finish is None:
         model = model.to(device)
     else:
@@ -124,8 +125,27 @@ def load_model(
     return model, expansion
 
 
+def forget_row_lengths(model: nn.Module) -> None:
+    """Compute `dynamic` rotary frequencies from the rows at hand: transformers keeps those of the longest row so far, and a resumed
+    run would differ."""
+
+    def start_again(module: Any, _: Any) -> None:
+        found = module.original_inv_freq.to(module.inv_freq.device)
+        module.register_buffer("inv_freq", found, persistent=False)
+        module.max_seq_len_cached = module.original_max_seq_len
+
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.register_forward_pre_hook(start_again)
+
+
 def attention_name(plan: Plan, config: Any) -> str | None:
     """Return transformers' name for the plan's attention; None means torch's own where the model supports it."""
+    if plan.divides_rows:
+        from crosstune.torch_engine.sharding.context import ATTENTION, register_attention
+
+        register_attention()
+        return ATTENTION
     chosen, _ = plan.attention
     kind = model_kind(config)._model_mapping.get(type(config), None)
     if chosen == "flash_attn" and getattr(kind, "_supports_flash_attn", False):
@@ -331,6 +351,12 @@ def plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
     """Return the new blocks of a llama_pro plan; for a folder that has them already, by its name."""
     if plan.method != "llama_pro":
         return None
+    if family_of(config) is not None:
+        raise UserError(
+            f"--train_type llama_pro does not work with {config.model_type}.",
+            why="blocks are added to language models, and this model also reads pictures.",
+            do="use --train_type lora, or full",
+        )
     named, num_layers = read_expanded_name(folder.name), config.num_hidden_layers
     if named is None and not plan.config.llama_pro_path:
         return expand_evenly(num_layers, plan.config.num_new_blocks)

@@ -89,12 +89,7 @@ class TorchProfiler:
         with _without_messages():
             recording.stop_trace()
         with evaluating:
-            try:
-                return self._evaluate(recording, folder, step)
-            finally:  # also on a full disk, or when the run is stopped
-                for left in folder.glob(f"trace-step-{step:08d}.json*"):
-                    if left.suffix != ".gz":
-                        left.unlink(missing_ok=True)
+            return self._evaluate(recording, folder, step)
 
     def _evaluate(self, recording: profile, folder: Path, step: int) -> Recorded:
         events = list(recording.events() or ())

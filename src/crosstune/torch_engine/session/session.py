@@ -37,7 +37,7 @@ from crosstune.core.protocols import (
 )
 from crosstune.core.weights import kept_moments
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_files import save_adapter
+from crosstune.models.adapter_files import changes_to_base, save_adapter
 from crosstune.torch_engine.device import (
     clear_cache,
     compile_errors,
@@ -164,6 +164,7 @@ class TorchSession:
                 loss, sums = measure(self.model, self._to_device(batch))
                 if counts:
                     total += float(loss)
+                if counts and (self.parallel is None or self.parallel.counts_rows):
                     weight += batch.weight
                     metrics.add(sums)
         if self.parallel is not None:
@@ -296,7 +297,7 @@ class TorchSession:
             base=self.context.folder,
             base_name=self.context.base_name,
             record={
-                "add_tokens": self.plan.config.add_tokens,
+                **changes_to_base(self.plan.config),
                 **(self.task.base_record() if isinstance(self.task, RecordsBase) else {}),
             },
             starts={
@@ -413,7 +414,7 @@ class TorchSession:
     def _evaluation_batches(self, batches: Iterable[Batch]) -> Iterator[tuple[int, PreparedBatch, bool]]:
         """Yield the index and batch of every size-th batch, with a flag that is false for a filler: a rank of a sharded
         model that runs out of batches repeats one, so that it still joins the passes of the others."""
-        size, rank = (self.parallel.size, self.parallel.rank) if self.parallel is not None else (1, 0)
+        size, rank = (self.parallel.num_teams, self.parallel.team) if self.parallel is not None else (1, 0)
         found = enumerate(batches)
         while together := [(index, self.prepare(batch)) for index, batch in itertools.islice(found, size)]:
             self._check_batches([batch for _, batch in together])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from crosstune.config.resolve.plan import Plan
@@ -20,6 +20,7 @@ from crosstune.core.out_of_memory import STEP, OutOfMemory
 from crosstune.core.protocols import PreparedBatch, StatePart
 from crosstune.process.ranks import Group
 from crosstune.torch_engine.session.state import export_random, import_random
+from crosstune.torch_engine.sharding.context import RowPart
 from crosstune.torch_engine.sharding.local_shard import free_gathered, set_gradient_sync
 from crosstune.torch_engine.sharding.rendezvous import peer_errors
 from crosstune.torch_engine.sharding.shard import REPLICAS, STRATEGIES, Strategy, make_mesh
@@ -38,6 +39,8 @@ class Parallel:
     device: torch.device
     reduce_once: bool = False
     """True if gradients are reduced only after the last micro-batch (--no_sync)."""
+    part: RowPart | None = None
+    """The part of every row on this rank; None for whole rows (--context_parallel)."""
     interrupted: BaseException | None = None
     """The error that interrupted a collective of a sharded model; further collectives would hang."""
 
@@ -48,6 +51,25 @@ class Parallel:
     @property
     def rank(self) -> int:
         return self.group.ranks.rank
+
+    @property
+    def num_teams(self) -> int:
+        """The number of micro-batches computed at once: the ranks of a team share one."""
+        return self.size // (self.part.count if self.part is not None else 1)
+
+    @property
+    def team(self) -> int:
+        return self.rank // (self.part.count if self.part is not None else 1)
+
+    @property
+    def counts_rows(self) -> bool:
+        """True for one rank of each team."""
+        return self.part is None or self.part.number == 0
+
+    @property
+    def joins_passes(self) -> bool:
+        """True if a pass has collectives: a rank that fails leaves the others waiting."""
+        return self.strategy.sharded or self.part is not None
 
     @property
     def num_replicas(self) -> int:
@@ -69,14 +91,14 @@ class Parallel:
     ) -> Iterator[tuple[PreparedBatch, bool]]:
         """Yield the micro-batches of this rank, each with a flag that is false for a filler.
 
-        Micro-batch i belongs to rank i % size. All ranks of a sharded model must join each pass, so a rank without a
+        Micro-batch i belongs to team i % num_teams. All ranks of a sharded model must join each pass, so a rank without a
         micro-batch runs a filler whose loss is multiplied by zero.
         """
-        num_turns = -(-len(window) // self.size)
+        num_turns = -(-len(window) // self.num_teams)
         seeds = self._seeds(len(window)) if self.size > 1 else []
         after = export_random(self.device) if seeds else {}
         for turn in range(num_turns):
-            index = turn * self.size + self.rank
+            index = turn * self.num_teams + self.team
             counts = index < len(window)
             if not counts and not self.strategy.sharded:
                 continue
@@ -104,12 +126,12 @@ class Parallel:
         try:
             yield
         except OutOfMemory as error:
-            if self.strategy.sharded:
-                why = "the other processes wait in this pass of a sharded model, so it cannot be repeated with fewer rows"
+            if self.joins_passes:
+                why = "the other processes wait in this pass, so it cannot be repeated with fewer rows"
                 raise OutOfMemory(f"{error.reason}; {why}", doing=error.doing) from error
             failure = error
         free_gathered(model)
-        if not self.strategy.sharded and self.group.any(failure is not None):
+        if not self.joins_passes and self.group.any(failure is not None):
             failure = failure or OutOfMemory("another process of the run has too little", doing=doing)
             failure.shared = True
             raise failure
@@ -124,7 +146,7 @@ class Parallel:
             with peer_errors(self.group.ranks, doing=doing):
                 yield
         except BaseException as error:
-            self.interrupted = error if self.strategy.sharded else None
+            self.interrupted = error if self.joins_passes else None
             raise
 
     def reduce_gradients(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -177,8 +199,16 @@ def open_parallel(plan: Plan, group: Any, *, device: torch.device) -> Parallel:
         torch.get_device_module(device).set_device(device)
     if not dist.is_initialized():
         group.open_devices(device, collective=plan.collective)
+    part = None
+    if plan.divides_rows:
+        count = plan.config.context_parallel
+        teams = init_device_mesh(
+            device.type, (group.ranks.size // count, count), mesh_dim_names=("teams", "parts")
+        )
+        part = RowPart(number=group.ranks.rank % count, count=count, group=teams.get_group("parts"))
     return Parallel(
         group=group,
+        part=part,
         strategy=strategy,
         mesh=make_mesh(strategy, group.ranks, device_type=device.type),
         device=device,

@@ -28,6 +28,7 @@ from crosstune.torch_engine.loading.load import load_model
 from crosstune.torch_engine.loading.stream import find_tensors, read_tensor
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.results.verify import model_logits, original_weights
+from crosstune.torch_engine.sharding.context import RowPart, part_options
 from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
 from crosstune.torch_engine.tasks.documents import give_masks, separate_documents
 from crosstune.torch_engine.tasks.model_input import (
@@ -65,6 +66,8 @@ class CausalLM:
         """The fast layers; None if transformers runs the model."""
         self.shares_prompts = True
         """False if the model cannot compute answers that share a prompt in one row; the fast layers always can."""
+        self.part: RowPart | None = None
+        """The part of every row on this rank; None for whole rows."""
         self.balance = 0.0
         """The weight of the balance loss of a mixture of experts."""
         self._against_trained: dict[str, Any] | None = None
@@ -90,6 +93,10 @@ class CausalLM:
         """Keep only columns where some row is supervised: most prompt tokens never reach the head."""
         if isinstance(batch, ForkedBatch) and self.decoder is None and not self.shares_prompts:
             batch = separate_rows(batch)
+        answers, own_positions = number_answers(batch), None
+        if self.part is not None:
+            batch, answers = self.part.cut(batch)
+            own_positions = batch.positions.astype("int64")
         supervised = batch.targets != IGNORED
         [columns] = supervised.any(axis=0).nonzero()
         if not len(columns):
@@ -99,13 +106,14 @@ class CausalLM:
         return ModelInput(
             input_ids=batch.input_ids.astype("int64"),
             targets=batch.targets[supervised].astype("int64"),
-            answers=number_answers(batch),
+            answers=answers,
             columns=columns.astype("int64"),
             # Computed on the host, so that no step waits for the device.
             places=None if kept.all() else kept.nonzero()[0].astype("int64"),
             positions=batch.positions.astype("int64")
             if batch.is_packed or isinstance(batch, ForkedBatch)
             else None,
+            own_positions=own_positions,
             real=(batch.segments > 0).astype("int64") if self.balance and batch.has_padding else None,
             noise_keys=batch.noise_keys.view("int32") if batch.noise_keys is not None else None,
             noise_scales=batch.noise_scales,
@@ -142,7 +150,9 @@ class CausalLM:
         else:
             logits = self.supervised_logits(model, given)
             loss, is_wrong = cross_entropy_sum(logits, given.targets), logits.argmax(dim=-1) != given.targets
-        return loss, {"exact_match": count_exact(is_wrong, given.answers)}
+        return loss, {
+            "exact_match": count_exact(is_wrong, given.answers, part=self.part, rows=len(given.input_ids))
+        }
 
     def supervised_logits(self, model: nn.Module, given: ModelInput) -> torch.Tensor:
         """Return the logits of the supervised tokens.
@@ -160,7 +170,10 @@ class CausalLM:
     ) -> tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]:
         """Return the arguments of the model, and a function that picks the supervised tokens from its output."""
         options: dict[str, Any] = {"input_ids": given.input_ids, "use_cache": False, **given.of_pictures()}
-        if given.branches is not None:
+        if given.own_positions is not None:
+            assert self.part is not None
+            options |= part_options(given.own_positions, self.part)
+        elif given.branches is not None:
             options |= {"position_ids": given.positions, "attention_mask": fork_mask(given, model)}
         elif given.positions is not None:
             self.check_packed(model, given.positions)
@@ -287,9 +300,16 @@ def row_positions(model: nn.Module, positions: torch.Tensor) -> torch.Tensor:
 
 
 def count_exact(
-    is_wrong: torch.Tensor, answers: torch.Tensor
+    is_wrong: torch.Tensor, answers: torch.Tensor, *, part: RowPart | None = None, rows: int = 0
 ) -> tuple[torch.Tensor | int, torch.Tensor | int]:
-    """Return the number of answers without a wrong token, and the number of answers."""
+    """Return the number of answers without a wrong token, and the number of answers. With a `part`, of all ranks that share these
+    `rows`, each with one answer."""
+    if part is not None:
+        counts = torch.zeros(2, rows, device=answers.device)
+        counts[0].index_add_(0, answers, is_wrong.float())
+        counts[1].index_add_(0, answers, torch.ones_like(is_wrong, dtype=torch.float32))
+        wrong, seen = part.sum(counts) > 0
+        return (seen & ~wrong).sum(), seen.sum()
     if not len(answers):
         return 0, 0
     num_answers = answers[-1] + 1

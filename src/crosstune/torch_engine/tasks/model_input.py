@@ -40,6 +40,8 @@ class ModelInput:
     """The flat indices of the supervised tokens in these columns; None if all are supervised."""
     positions: Any = None
     """Only for packed rows: positions that restart at each document."""
+    own_positions: Any = None
+    """Only for the part of a row on this rank (--context_parallel): its positions in the row."""
     rows: Any = None
     """The flat indices of the supervised tokens. This and the fields below are only set for the fast layers."""
     bounds: Any = None
