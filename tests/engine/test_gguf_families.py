@@ -326,5 +326,5 @@ def test_an_importance_matrix_lowers_the_error_where_it_weighs(tmp_path: Path) -
     layer.forward = lambda input_ids: layer[0](
         input_ids.float()[..., None] * torch.tensor([1.0, 0.0, 2.0, 3.0])
     )  # type: ignore[method-assign]
-    found = input_squares(layer, [[1, 2], [3]], device=torch.device("cpu"))
-    np.testing.assert_allclose(found["0"], np.array([1, 0, 4, 9]) * (1 + 4 + 9) / 3, rtol=1e-6)
+    found = input_squares(layer, [[1, 2], [3], [5, 1]], device=torch.device("cpu"))
+    np.testing.assert_allclose(found["0"], np.array([1, 0, 4, 9]) * (1 + 4 + 9 + 25 + 1) / 5, rtol=1e-6)

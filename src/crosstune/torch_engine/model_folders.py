@@ -128,7 +128,7 @@ def input_squares(
     device: torch.device,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, NDArray[np.float32]]:
-    """Return the mean squares of every linear layer's inputs, by the name of the layer."""
+    """Return the mean squares of every linear layer's inputs, by the name of the layer. Rows of one length share a pass."""
     sums: dict[str, torch.Tensor] = {}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -143,10 +143,12 @@ def input_squares(
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     ]
+    done = 0
     try:
         with torch.inference_mode():
-            for done, row in enumerate(rows, start=1):
-                model(input_ids=torch.tensor([list(row)], device=device))
+            for group in verify.passes(sorted(rows, key=len), padded=False):
+                model(input_ids=torch.tensor([list(row) for row in group], device=device))
+                done += len(group)
                 show(done, len(rows))
     finally:
         for handle in handles:

@@ -52,7 +52,7 @@ def model_logits(model: Any, prompts: Prompts, *, precision: Precision, device: 
     """Return the logits at every position of each prompt, in fp32. Prompts share a pass, padded at their end, where a causal
     model does not look."""
     found = []
-    for group in _passes(prompts):
+    for group in passes(prompts):
         longest = max(map(len, group))
         rows = [[*prompt, *[0] * (longest - len(prompt))] for prompt in group]
         with without_gradients(model), precision.context(device):
@@ -61,14 +61,15 @@ def model_logits(model: Any, prompts: Prompts, *, precision: Precision, device: 
     return found
 
 
-def _passes(prompts: Prompts) -> Iterator[Prompts]:
-    """Split prompts into groups that have at most _PASS_TOKENS tokens when padded, or one prompt."""
+def passes(rows: Prompts, *, padded: bool = True) -> Iterator[Prompts]:
+    """Split rows into groups of at most _PASS_TOKENS tokens, or one row; without `padded`, of one length."""
     group: list[Sequence[int]] = []
-    for prompt in prompts:
-        if group and (len(group) + 1) * max(len(prompt), *map(len, group)) > _PASS_TOKENS:
+    for row in rows:
+        tokens = (len(group) + 1) * max(len(row), *map(len, group)) if group else 0
+        if tokens > _PASS_TOKENS or (group and not padded and len(row) != len(group[0])):
             yield group
             group = []
-        group.append(prompt)
+        group.append(row)
     if group:
         yield group
 
