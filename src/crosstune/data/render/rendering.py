@@ -145,6 +145,15 @@ def _encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, tools: 
     return encode_rendered(history, encoding, tokenizer, compare_all=compare_all)
 
 
+def prompts_have_bos(tokenizer: Tokenizer) -> bool:
+    """Return True if the tokenizer adds a BOS token to text, and the chat template writes it too."""
+    try:
+        prompt = render([{"role": "user", "content": "Hello"}], tokenizer, add_generation_prompt=True)
+    except UserError:  # the template expects different turns
+        return tokenizer.adds_bos
+    return tokenizer.adds_bos and prompt.startswith(tokenizer.leading_bos)
+
+
 @lru_cache(maxsize=8)
 def prompts_change_tokens(tokenizer: Tokenizer) -> bool:
     """Return True if the prompt of a short question has different tokens with an answer after it. A prompt without a header
