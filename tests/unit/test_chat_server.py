@@ -48,6 +48,27 @@ def test_a_web_page_needs_a_key(key: str) -> None:
         router.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("line", "length", "code"),
+    [
+        (b"POST /v1/chat/completions", b"9" * 5000, b"413"),
+        (b"POST /v1/chat/\xc3\xa9", b"2", b"400"),
+        (b"POST /v1/\x01", b"2", b"400"),
+        (b"GET http://[::1", b"0", b"400"),
+    ],
+)
+def test_a_damaged_request_is_answered(line: bytes, length: bytes, code: bytes) -> None:
+    with Router("127.0.0.1", 0) as router:
+        router.routes.models["m"] = Upstream(port=1, model="m")
+        router.start()
+        with socket.create_connection(("127.0.0.1", router.port), timeout=60) as client:
+            client.sendall(
+                line + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + length + b"\r\n\r\n{}"
+            )
+            assert client.makefile("rb").readline().split()[1] == code
+        router.shutdown()
+
+
 def test_every_address_of_the_models_says_that_they_load() -> None:
     with Router("127.0.0.1", 0) as router:
         router.start()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError, shown
 from crosstune.data.render.types import ChatTokens
-from crosstune.data.tokens.trials import try_tokenizer
+from crosstune.data.tokens.trials import try_template, try_tokenizer
 from crosstune.estimate.vision_families import FAMILIES, Vision, read_vision
 from crosstune.files.json_fields import (
     NOTHING,
@@ -97,6 +97,8 @@ class Tokenizer:
         pad = _token_text(tokens.get("pad_token")) or eos
         bos = _token_text(tokens.get("bos_token"))
         template, template_file = _chat_template(folder, settings)
+        if template is not None:
+            try_template(template.encode(), path=template_file, cache=cache_override())
         with _readable_panics(str(path)):
             starts_with = rust.encode("a").ids[:1]
         return cls(
