@@ -8,6 +8,7 @@ import http.server
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ import yaml
 
 from crosstune.cli.main import main
 from crosstune.models.bundled import SMOLLM2_HUB
+from crosstune.models.file_hashes import SUMS
 from crosstune.results import push
 
 SECRET = "hf_abcdEFGH1234ijklMNOP5678"
@@ -231,6 +233,23 @@ def test_what_cannot_be_pushed(
     ):
         assert main(["push", *words]) == 2
         assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["adapter", "merged"])
+@pytest.mark.parametrize("name", ["notes.txt", "extra.json", "chat_template.jinja"])
+def test_a_link_out_of_the_run_is_not_published(
+    name: str, what: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of a stranger could name a secret file of the user."""
+    (tmp_path / "key").write_text('{"key": "a secret"}')
+    theirs = shutil.copytree(run, tmp_path / "theirs")
+    for old in (name, SUMS):
+        (theirs / "adapter" / old).unlink(missing_ok=True)
+    (theirs / "adapter" / name).symlink_to(tmp_path / "key")
+    words = ["push", str(theirs), "--to", "me/tuned", "--base", "org/base", "--license", "mit"]
+    assert main([*words, "--what", what, "--dry_run", "--out", str(tmp_path / "out")]) == 2
+    assert f"{name} cannot be published" in (said := capsys.readouterr().err) and "do:" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_bundled_model_is_not_exactly_its_base_on_the_hub(tmp_path: Path) -> None:

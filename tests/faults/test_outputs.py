@@ -117,6 +117,26 @@ def test_a_name_with_control_characters_is_rejected(command: str, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", ["merge", "export", "convert", "checkpoint export", "push"])
+def test_a_result_is_not_put_into_a_run_a_device_or_a_name_without_room(
+    command: str, tmp_path: Path, capsys: Captured
+) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "plan.json").write_text('{"options": {}}')
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "checkpoints")
+    for out, why in (
+        (tmp_path / "run" / "checkpoints" / "step-00000009", "it belongs to the run"),
+        (tmp_path / "run" / "adapter", "it belongs to the run"),
+        (tmp_path / "link" / "new", "it belongs to the run"),
+        (Path(os.devnull), "it is a device"),
+        (tmp_path / ("x" * 240), "File name too long"),
+    ):
+        assert main([*FOLDERS[command], str(out)]) == 2
+        said = capsys.readouterr().err
+        assert why in said and "do:  choose a different --out" in said and "remove" not in said
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
 @pytest.mark.parametrize("command", ["merge", "export", "convert", "checkpoint export"])
 def test_a_root_or_a_broken_link_is_no_output_folder(command: str, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "link").symlink_to("nowhere")

@@ -211,6 +211,30 @@ def test_a_tokenizer_that_would_hang_or_grow_is_refused(
     assert str(folder / "tokenizer.json") in str(caught.value)
 
 
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{{ m.content | center(10000000000) }}{% endfor %}",
+    ],
+)
+def test_a_template_of_a_model_that_would_hang_or_grow_is_refused(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, place: str
+) -> None:
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        trials, "run_limited", lambda *words, **limits: run_limited(*words, **limits | ONE_SECOND)
+    )
+    folder = hostile(tiny_model, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    text = json.dumps(settings) if place.endswith(".json") else template
+    (folder / place).write_text(text)
+    with pytest.raises(UserError, match=f"{place} cannot be used"):
+        Tokenizer.from_folder(folder)
+
+
 def test_a_tokenizer_with_its_own_pattern_is_tried_once(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

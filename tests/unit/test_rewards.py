@@ -314,6 +314,20 @@ def test_a_function_that_cannot_be_imported_stops_the_start(
     assert caught.value.exit_code == 2
 
 
+def test_a_function_with_wrong_arguments_ends_the_run_at_its_first_answers(
+    open_: Open, functions: str, seen: Seen
+) -> None:
+    Path("wrong.py").write_text("def f(prompt, answer):\n    return 1.0\n")
+    rewards = open_("wrong.py:f")
+    with pytest.raises(UserError, match="missing a required argument: 'prompt'") as caught:
+        scores(rewards, "a", answer="42")
+    assert "prompts, completions, answer" not in caught.value.do and "completions" in caught.value.why
+    length = open_(f"{functions}:length")
+    assert scores(length, "four", answer="42") == [4.0]
+    assert scores(length, "four") == [None]  # rows of another source
+    assert "missing a required argument: 'answer'" in seen.warnings[0]
+
+
 def test_closing_ends_the_children(open_: Open, functions: str) -> None:
     (Path(functions).parent / "pid.py").write_text(
         "import os\ndef pid(completions, **kwargs):\n    return [float(os.getpid())]\n"

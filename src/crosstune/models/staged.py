@@ -12,9 +12,17 @@ from typing import Protocol
 
 from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import put_new, remove_abandoned, staging_folder
-from crosstune.files.outputs import check_output_folder, check_output_name
+from crosstune.files.outputs import check_output_folder, check_output_name, is_stream
 from crosstune.files.paths import CACHE_VARIABLE
-from crosstune.files.plain_files import NO_ROOM, disk_full_reason, free_space, readable_bytes, room_advice
+from crosstune.files.plain_files import (
+    NO_ROOM,
+    disk_full_reason,
+    free_space,
+    kind_of,
+    readable_bytes,
+    room_advice,
+)
+from crosstune.files.run_record import owning_run
 from crosstune.models.file_hashes import write_checksums
 
 LARGER_CACHE = f"set the environment variable {CACHE_VARIABLE} to a folder on a larger disk"
@@ -111,9 +119,13 @@ def _put(result: Path, out: Path) -> None:
 
 
 def check_out(out: Path) -> None:
-    """Raise a UserError unless `out` is free or an empty folder, and can be written."""
+    """Raise a UserError unless `out` is free or an empty folder, outside of a run's own folders, and can be written."""
     do = "choose a different --out"
     check_output_name(out, option="out")
+    if is_stream(out):
+        raise UserError(f"{out} cannot be written.", why=f"it is {kind_of(out)}.", do=do)
+    if (run := owning_run(Path(os.path.realpath(out)))) is not None:
+        raise UserError(f"{out} cannot be written.", why=f"it belongs to the run {run}.", do=do)
     if out.is_symlink() and not out.exists():
         raise UserError(
             f"{out} already exists.", why="it is a broken link.", do=f"{do}, or remove the link first"
@@ -124,7 +136,8 @@ def check_out(out: Path) -> None:
         raise UserError(
             f"{out} is not empty.", do=do if out == out.parent else f"{do}, or remove the folder first"
         )
-    check_output_folder(out.parent, option="out")
+    for folder in (out.parent, out):
+        check_output_folder(folder, option="out")
 
 
 def unverified_path(out: Path) -> Path:

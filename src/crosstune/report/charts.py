@@ -189,7 +189,10 @@ def _paired_charts(
             series.append(
                 Series(label=f"{before}held-out", points=evaluated[each], look="marked", colour=2 + 2 * place)
             )
-        title = f"{group.capitalize()}: chosen and rejected" if len(drawn) > 1 else label_of(name)
+        label = label_of(name)
+        title = (
+            f"{group.capitalize()}: chosen and rejected" if len(drawn) > 1 else label[:1].upper() + label[1:]
+        )
         charts.append(replace(_metric_chart(title, name, series), shows_figures=len(drawn) == 1))
     return charts
 

@@ -27,7 +27,7 @@ from crosstune.files.journal import Journal
 from crosstune.files.json_files import read_json, to_json, write_json
 from crosstune.files.plain_files import kind_of, read_plain_text
 from crosstune.files.run_record import BENCHMARKS
-from crosstune.files.yaml_files import YAML_LIMIT
+from crosstune.files.yaml_files import VALUES_LIMIT, YAML_LIMIT
 from crosstune.process.this_process import hide_output
 from crosstune.results.chat_model import ChatModel, open_chat_model
 from crosstune.results.export import weights_key
@@ -166,9 +166,17 @@ def _load_tasks(request: EvalRequest) -> tuple[Any, dict[str, str | None]]:
 
 def _check_data_files(task: str) -> None:
     """Raise a UserError if the `data_files` of a task are pipes or devices, on which the datasets library would wait, or have
-    lines that are no JSON objects, on which it crashes."""
+    lines that are no JSON objects, on which it crashes; or if its aliases expand to more than a task can have."""
+    num_values = 0
 
     def check(node: Any, *, names_files: bool) -> None:
+        nonlocal num_values
+        num_values += 1
+        if num_values > VALUES_LIMIT:
+            why = f"with its aliases it has more than {VALUES_LIMIT:,} values."
+            raise UserError(
+                f"The task {task} cannot be evaluated.", why=why, do="write it with fewer aliases"
+            )
         if isinstance(node, yaml.ScalarNode) and names_files:
             path = Path(node.value)
             if path.exists() and not path.is_file():

@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -66,7 +67,8 @@ def _find_function(file: str, name: str) -> Scorer:
         raise UserError(f"There is no file {file} (--judge).", do="check the path")
     sys.path.insert(0, str(path.parent if is_file else Path.cwd()))  # as `python FILE` does
     try:
-        module = runpy.run_path(str(path)) if is_file else vars(importlib.import_module(file))
+        with redirect_stdout(sys.stderr):  # what a user's code prints is no result of the command
+            module = runpy.run_path(str(path)) if is_file else vars(importlib.import_module(file))
     except (Exception, SystemExit) as error:
         why, do = f"{type(error).__name__}: {error}.", "correct the file, or install what it imports"
         if not is_file and isinstance(error, ModuleNotFoundError) and error.name == file:
@@ -90,7 +92,8 @@ def _find_function(file: str, name: str) -> Scorer:
         place = f"prompt {item.group} ({shown(values['prompt'])})"
         do = "correct the function, then run the same command again"
         try:
-            found = function(**{each: values[each] for each in names})
+            with redirect_stdout(sys.stderr):
+                found = function(**{each: values[each] for each in names})
         except (Exception, SystemExit) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             why = f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})."

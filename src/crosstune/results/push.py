@@ -50,6 +50,8 @@ def check_request(request: PushRequest, trained: Trained) -> None:
         raise UserError(f"--base {shown(request.base)} is not a name on the hub.", do="pass --base ORG/NAME")
     if not trained.is_run:
         raise UserError(f"{request.target} is not a run.", do="pass a run folder, such as runs/NAME")
+    assert trained.home is not None
+    _check_links(trained.home)
     if request.what == "adapter" and trained.adapter is None:
         raise UserError(
             f"The run {request.target} has no adapter.",
@@ -62,6 +64,17 @@ def check_request(request: PushRequest, trained: Trained) -> None:
             why=f"an adapter refers to its base by a hub id; this run was trained on {Path(trained.base).name}.",
             do="pass the hub id of the same weights with --base ORG/NAME, or use --what merged",
         )
+
+
+def _check_links(run: Path) -> None:
+    """Raise a UserError for a link that leads out of the run: it would publish a file that the sender of a run chose."""
+    for path in (path for name in ("adapter", "model") for path in (run / name, *(run / name).rglob("*"))):
+        if path.is_symlink() and not path.resolve().is_relative_to(run.resolve()):
+            raise UserError(
+                f"{path} cannot be published.",
+                why=f"it is a link to {path.resolve()}, outside of the run.",
+                do="put the file itself there, or remove the link",
+            )
 
 
 def base_on_hub(request: PushRequest, trained: Trained) -> str:

@@ -26,6 +26,8 @@ from crosstune.files.openai_client import LOOPBACK_NAMES
 
 LOOPBACK = "127.0.0.1"
 _LARGEST_BODY = 64 << 20
+_LONGEST_LENGTH = 12
+"""Digits of a Content-Length."""
 _MODEL_FIELD = re.compile(rb'(?<!\\)"model": ?"(?:[^"\\]|\\.)*"')
 _ANSWER_S = 3600.0
 """Longest wait for an engine: a queue of long answers on a CPU."""
@@ -92,6 +94,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = _REQUEST_S
     disable_nagle_algorithm = True  # a token is sent at once
 
+    def parse_request(self) -> bool:
+        """Refuse an address that is not one before it is read in parts or passed on."""
+        if not super().parse_request():
+            return False
+        with contextlib.suppress(ValueError):
+            urllib.parse.urlsplit(self.path)
+            if self.path.isascii() and self.path.isprintable():
+                return True
+        self.close_connection = True
+        self._refuse(400, "The address of the request is damaged.")
+        return False
+
     def do_GET(self) -> None:
         path = urllib.parse.urlsplit(self.path).path.rstrip("/")
         models = self.server.routes.models
@@ -156,7 +170,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _read_body(self) -> bytes | None:
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > _LARGEST_BODY:
+        if not length.isdecimal() or len(length) > _LONGEST_LENGTH or int(length) > _LARGEST_BODY:
             self.close_connection = True
             self._refuse(
                 413 if length.isdecimal() else 411, "The request needs a Content-Length below 64 MiB."

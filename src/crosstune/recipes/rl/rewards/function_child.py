@@ -25,6 +25,10 @@ _MAX_PRINTED = 2000
 """Characters of a call's output that are returned."""
 
 
+class WrongArguments(TypeError):
+    """The function cannot be called with the columns of the answers."""
+
+
 def load(file: str, name: str) -> Function:
     """Import the file, as `python FILE` finds its imports, and return its function."""
     path = Path(file)
@@ -44,9 +48,14 @@ def load(file: str, name: str) -> Function:
 
 def call(function: Function, columns: dict[str, Any]) -> list[float | str | None]:
     """Return a score for each completion: a number, None, or a sentence that says why there is none."""
-    takes, num_answers = inspect.signature(function).parameters.values(), len(columns["completions"])
+    signature, num_answers = inspect.signature(function), len(columns["completions"])
+    takes, given = signature.parameters.values(), ", ".join(columns)
     if not any(one.kind is one.VAR_KEYWORD for one in takes):
         columns = {one.name: columns[one.name] for one in takes if one.name in columns}
+    try:
+        signature.bind(**columns)
+    except TypeError as error:
+        raise WrongArguments(f"{error}; it is called by name with {given}") from error
     found = function(**columns)
     if hasattr(found, "tolist"):  # an array or a tensor
         found = found.tolist()
@@ -74,6 +83,8 @@ def _short(value: Any) -> str:
 
 def _described(error: BaseException) -> str:
     """Return the error with its place in the user's file."""
+    if isinstance(error, WrongArguments):
+        return str(error)
     places = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
     place = f" ({places[-1].filename}, line {places[-1].lineno})" if places else ""
     return f"{type(error).__name__}: {error}{place}"
@@ -96,6 +107,7 @@ def main() -> None:
                     reply["scores"] = call(function, request["columns"])
             except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - any error of the user's code
                 reply["error"] = _described(error)
+                reply["is_misfit"] = isinstance(error, WrongArguments)
         if os.getpid() != process:  # the function forked and returned in the child too
             os._exit(0)
         reply["printed"] = printed.getvalue()[:_MAX_PRINTED]

@@ -49,11 +49,11 @@ class FunctionReward(Reward):
             memory_bytes=limits.memory_bytes,
             environment=child_environment({}),
         )
+        self._text, self._has_scored = text, False
         if not file.is_file():
             raise UserError(f"There is no file {file} (--reward {text}).", do="check the path")
         if problem := self._start():
-            do = f"define it there as `def {function}(prompts, completions, **kwargs)`, and return a list of numbers"
-            raise UserError(f"--reward {text} cannot be used.", why=f"{problem}.", do=do)
+            raise self._unusable(problem)
 
     def score(self, answers: Sequence[ScoredAnswer]) -> Scores:
         return self.call(_columns(answers), len(answers))
@@ -64,6 +64,7 @@ class FunctionReward(Reward):
         found: Scores = []
         if not problem:
             found, problem = self._ask({"columns": columns}, wait_s=self._limits.time_s)
+        self._has_scored = self._has_scored or not problem
         return [problem] * num_answers if problem else found
 
     def identity(self) -> Any:
@@ -87,7 +88,17 @@ class FunctionReward(Reward):
             reply = {"error": str(error)}
         if printed := reply.get("printed", "").strip():
             self._say(printed)
+        if reply.get("is_misfit") and not self._has_scored:  # it would fail for every answer
+            raise self._unusable(reply["error"])
         return reply.get("scores", []), reply.get("error", "")
+
+    def _unusable(self, problem: str) -> UserError:
+        define = f"define it there as `def {self._function}(prompts, completions, **kwargs)`"
+        return UserError(
+            f"--reward {self._text} cannot be used.",
+            why=f"{problem}.",
+            do=f"{define}, and return a list of numbers",
+        )
 
 
 class PatternReward(Reward):
