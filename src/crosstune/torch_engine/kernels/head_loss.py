@@ -125,10 +125,11 @@ def _zero(hidden: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def _each_logits(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield each chunk with its logits. A CPU reuses their memory: new pages would cost half the time of the matmul."""
+    """Yield each chunk with its logits, without a gradient. A CPU reuses their memory: new pages take time, and more of it on
+    a busy machine."""
     buffer = None
     for chunk in _chunks(hidden, weight):
-        part = hidden[chunk].to(weight.dtype)
+        part = hidden[chunk].detach().to(weight.dtype)
         if hidden.device.type != "cpu":
             yield chunk, part @ weight.t()
             continue
