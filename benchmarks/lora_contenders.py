@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import resource
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,21 +68,23 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     first_s = time.perf_counter() - started
     for index in range(job["warmup"]):
         steps[index % len(steps)]()
-    times, loss, until = [], first, time.perf_counter() + job["seconds"]
+    times, cpu_times, loss, until = [], [], first, time.perf_counter() + job["seconds"]
     # A round is all batches once: short examples make batches of very different sizes.
     while len(times) < 3 or time.perf_counter() < until:
         synchronize(device)
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         for step in steps:
             loss = step()
         synchronize(device)
         times.append(time.perf_counter() - started)
+        cpu_times.append(time.process_time() - cpu_started)
     times.sort()
     median = times[len(times) // 2]
     return {
         "tok_s": num_tokens / median,
         "supervised_tok_s": num_supervised / median,
         "round_ms": 1e3 * median,
+        "round_cpu_s": statistics.median(cpu_times),
         "spread": [1e3 * times[len(times) // 10], 1e3 * times[-1 - len(times) // 10]],
         "rounds": len(times),
         "batches": len(steps),

@@ -8,7 +8,7 @@ the code of an earlier commit.
 
 Each contender runs in a separate process, in the order A B C C B A with two rounds, with the same number of threads. The
 losses of the first step are compared first. The limit is the rate of matmuls of the model's own shapes, measured in
-the same run. bf16 is omitted if the CPU lacks fast bf16 matmuls; --all includes it.
+the same run. On a busy machine, compare the CPU time of a step, with one thread. bf16 is omitted if the CPU lacks fast bf16 matmuls; --all includes it.
 """
 
 from __future__ import annotations
@@ -153,13 +153,15 @@ def print_table(
     rival = max((row["tok_s"] for name, row in best.items() if not name.startswith("ours")), default=None)
     print(
         f"\n{shape.rows} x {shape.context} tokens, rank {asked.rank}, {asked.threads} threads\n"
-        f"{'contender':22} {'tok/s':>8} {'peak GiB':>9} {'of limit':>9} {'to the best peer':>17}"
+        f"{'contender':22} {'tok/s':>8} {'peak GiB':>9} {'of limit':>9} {'to the best peer':>17} {'CPU s':>7}"
     )
     for name, row in sorted(best.items(), key=lambda item: -item[1]["tok_s"]):
         rate = limit.get("fp32" if row["precision"] == "fp32" else "bf16")
         share = f"{row['tok_s'] * shape.flops_per_token(rank=asked.rank) / rate:.2f}" if rate else ""
         ratio = f"{row['tok_s'] / rival:.2f}" if rival else ""
-        print(f"{name:22} {row['tok_s']:8,.1f} {row['peak_gib']:9.2f} {share:>9} {ratio:>17}")
+        print(
+            f"{name:22} {row['tok_s']:8,.1f} {row['peak_gib']:9.2f} {share:>9} {ratio:>17} {row['round_cpu_s']:7.2f}"
+        )
 
 
 def compare_demos(results: Results, asked: argparse.Namespace) -> int:
