@@ -126,7 +126,9 @@ class Training:
         if not progress.steps:
             progress.eval_before = self._evaluate(when="before")
         self.observer.on_event(TrainingStarted(num_steps=num_steps, done=progress.steps))
-        if progress.steps not in progress.evaluations:  # the run was stopped between a step and its evaluation
+        if (
+            progress.steps not in progress.evaluations
+        ):  # the run was stopped between a step and its evaluation
             self._evaluate_if_due(num_steps, is_due=self.evaluates_first)
         with contextlib.closing(self.profile) if self.profile is not None else contextlib.nullcontext():
             self._take_steps(num_steps)
