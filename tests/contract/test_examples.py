@@ -72,7 +72,8 @@ def test_rl_yaml_with_a_tiny_model(home: Path, monkeypatch: pytest.MonkeyPatch) 
     """The options of rl.yaml, with the reward of colors.py on colors.jsonl."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     right = importlib.import_module("colors").right
-    assert right(["Red.", "It is red.", "red or blue", "12"], answer=["red"] * 4) == [1.0, 1 / 3, 0.0, 0.0]
+    answers = ["It is red.", "The book that Mia has is red.", "red or blue", "12"]
+    assert right(answers, answer=["red"] * 4) == [1.0, 1 / 7, 0.0, 0.0]
     words = [
         "crosstune",
         "train",

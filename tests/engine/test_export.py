@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import peft
 import pytest
 import torch
 from support import train_step
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig, Qwen3MoeConfig
 
 from crosstune.cli.main import main
@@ -163,6 +166,29 @@ def test_a_file_name_gives_the_gguf_file_itself(
     assert "already exists" in capsys.readouterr().err and out.stat().st_mtime_ns == before
     assert main(["export", str(trained[0]), "--to", "hf", "--out", str(tmp_path / "x.gguf")]) == 2
     assert "is a GGUF file name, but --to hf writes a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("writes_bos", [True, False])
+def test_a_gguf_adds_the_bos_token_of_its_prompts(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], writes_bos: bool
+) -> None:
+    """llama.cpp would add the token to every prompt, even if the chat template, and so the training, has none."""
+    import gguf
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": "<|im_start|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    rust = RustTokenizer.from_file(str(folder / "tokenizer.json"))
+    bos = [("<|im_start|>", rust.token_to_id("<|im_start|>"))]
+    rust.post_processor = TemplateProcessing(single=f"{bos[0][0]} $A", special_tokens=bos)
+    rust.save(str(folder / "tokenizer.json"))
+    source = "{{ messages[0].content }}:"
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}" * writes_bos + source)
+    assert Tokenizer.from_folder(folder).adds_bos
+    export(capsys, str(folder), "--to", "gguf", "--out", str(tmp_path / "gguf"))
+    [file] = (tmp_path / "gguf").glob("*.gguf")
+    assert bool(gguf.GGUFReader(file).fields["tokenizer.ggml.add_bos_token"].parts[-1][0]) == writes_bos
 
 
 def test_a_tied_gguf_has_no_output_weight(tmp_path: Path) -> None:

@@ -153,8 +153,9 @@ def _pattern(part: Mapping[str, Any]) -> str:
     return text
 
 
-def add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
-    """Add the tokenizer of a folder to a GGUF file; embedding rows without a token get a name too."""
+def add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int, adds_bos: bool = True) -> None:
+    """Add the tokenizer of a folder to a GGUF file; embedding rows without a token get a name too. Unless `adds_bos`, readers
+    of the file add no BOS token to text, even if the tokenizer does."""
     from tokenizers import Tokenizer
 
     tokenizer = read_tokenizer(folder)
@@ -194,7 +195,7 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
         writer.add_uint32(f"tokenizer.ggml.{ROLES[role]}_token_id", number)
     _add_stops(writer, folder, special.get("eos"))
     first = Tokenizer.from_str(json.dumps(tokenizer)).encode("a").ids[:1]
-    writer.add_add_bos_token("bos" in special and first == [special["bos"]])
+    writer.add_add_bos_token(adds_bos and "bos" in special and first == [special["bos"]])
     writer.add_add_eos_token(False)
     if _strips_like_phi3(added):
         writer.add_name("Phi-3")  # llama.cpp lets this name remove white space after special tokens

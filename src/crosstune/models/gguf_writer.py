@@ -174,10 +174,12 @@ def write_gguf(
     importance: Importance | None = None,
     types: Mapping[str, str] | None = None,
     similar: Path | None = None,
+    adds_bos: bool = True,
     progress: Progress = silent,
 ) -> None:
     """Write the model of a plain folder as one GGUF file of type `kind`; `types` replaces its recipe. Tensors of the same
-    type are copied from `similar`, a file of this model with the same `importance`."""
+    type are copied from `similar`, a file of this model with the same `importance`. Unless `adds_bos`, llama.cpp adds no BOS
+    token to prompts."""
     require_gguf(str(path))
     if kind in GGUF_RECIPES or importance is not None:
         llama_cpp.require_llama_cpp(f"Cannot write {path.name} with {kind} weights.")
@@ -191,7 +193,7 @@ def write_gguf(
     writer.add_file_type(file_type)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     num_rows = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
-    add_tokenizer(writer, folder, num_rows=num_rows)
+    add_tokenizer(writer, folder, num_rows=num_rows, adds_bos=adds_bos)
     types = types or _choose_types(config, tensors, kind, weighted=importance is not None)
     sizes = {tensor.name: size_of(types[tensor.name], tensor.shape) for tensor in tensors}
     for tensor in tensors:

@@ -11,6 +11,7 @@ from unicodedata import category, is_normalized
 from crosstune.core.errors import shown
 from crosstune.core.events import Observer, Preparing
 from crosstune.core.logit_distance import Logits, measure_agreement
+from crosstune.data.render.rendering import prompts_have_bos
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models import llama_cpp
 from crosstune.models.folder import read_config_json
@@ -150,10 +151,8 @@ def _special_problems(answers: llama_cpp.Answers, tokenizer: Tokenizer) -> list[
     if missing:
         names = [tokenizer.rust.id_to_token(token) for token in missing]
         problems.append(f"llama.cpp does not stop at {', '.join(map(shown, names))}")
-    if answers.adds_bos != tokenizer.adds_bos:
-        problems.append(
-            f"llama.cpp adds a bos token: {answers.adds_bos}, the tokenizer: {tokenizer.adds_bos}"
-        )
+    if answers.adds_bos != (adds_bos := prompts_have_bos(tokenizer)):
+        problems.append(f"llama.cpp adds a bos token: {answers.adds_bos}, prompts have one: {adds_bos}")
     if (answers.template or None) != (tokenizer.chat_template or None):
         problems.append("the chat template differs in llama.cpp")
     return problems

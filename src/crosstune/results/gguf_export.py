@@ -12,7 +12,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, Observer, Preparing
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.quantization import GGUF_PLAIN
-from crosstune.data.render.rendering import render
+from crosstune.data.render.rendering import prompts_have_bos, render
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models import gguf, llama_cpp
 from crosstune.models.adapter_files import read_matrices
@@ -240,6 +240,7 @@ def _write(
         importance=importance,
         types=types,
         similar=similar,
+        adds_bos=prompts_have_bos(Tokenizer.from_folder(folder)),
         progress=lambda _, done, total: show(done, total or 0),
     )
 

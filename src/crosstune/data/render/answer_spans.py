@@ -87,10 +87,12 @@ load_template = lru_cache(maxsize=16)(ChatTemplate)
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
-    """Return a copy of the message with its reasoning under the names that templates read, as in transformers."""
+    """Return a copy of the message with its reasoning under the names that templates read, as in transformers, and without
+    our own key."""
+    message = {key: value for key, value in message.items() if key != NO_LOSS}
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
     if reasoning is None:
-        return dict(message)
+        return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 

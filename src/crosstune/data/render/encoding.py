@@ -30,6 +30,8 @@ class Encoded(NamedTuple):
     pictures: tuple[Picture, ...] = ()
     picture_end: int = 0
     """The place after the last token of a picture."""
+    prompt: IntArray | None = None
+    """The tokens before the first answer, if they carry loss too."""
 
 
 def encode_rendered(

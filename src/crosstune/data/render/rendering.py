@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -66,6 +68,7 @@ def render_conversation(
     return Rendered(
         text=text,
         spans=spans,
+        first_answer=answers[0][0] if answers else 0,
         num_unlocated=num_unlocated,
         prompt_ends=[*ends, *find_prompt_ends(text, others, tokens)],
         lacks_reasoning=bool(answers and not ends and opens_reasoning(tokens)),
@@ -142,10 +145,22 @@ def _encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, tools: 
     return encode_rendered(history, encoding, tokenizer, compare_all=compare_all)
 
 
+def prompts_have_bos(tokenizer: Tokenizer) -> bool:
+    """Return True if the tokenizer adds a BOS token to text, and the chat template writes it too."""
+    try:
+        prompt = render([{"role": "user", "content": "Hello"}], tokenizer, add_generation_prompt=True)
+    except UserError:  # the template expects different turns
+        return tokenizer.adds_bos
+    return tokenizer.adds_bos and prompt.startswith(tokenizer.leading_bos)
+
+
+@lru_cache(maxsize=8)
 def prompts_change_tokens(tokenizer: Tokenizer) -> bool:
-    """Return True if the prompt of a short question has different tokens with an answer after it."""
-    for answer in ("Good", "1", '"'):
-        turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": answer}]
+    """Return True if the prompt of a short question has different tokens with an answer after it. A prompt without a header
+    ends with the question, which may end in white space."""
+    questions = ("Hello", "Hello ", "Hello\n\n") if tokenizer.data_rules > 3 else ("Hello",)
+    for question, answer in product(questions, ("Good", "1", '"')):
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         try:
             rendered = render_conversation(turns, tokenizer, whole=False)
         except UserError:  # the template expects different turns; the data rows report their own errors
@@ -162,14 +177,17 @@ def prompt_mismatch(tokenizer: Tokenizer) -> tuple[str, str] | None:
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good"}]
     try:
         prompt = render(turns[:1], tokenizer, add_generation_prompt=True)
-        row = render(turns, tokenizer, add_generation_prompt=False)
+        rendered = render_conversation(turns, tokenizer, whole=False)
     except UserError:  # the template expects different turns; the data rows report their own errors
         return None
-    opened = OPENED_REASONING.search(prompt)
-    if row.startswith(prompt[: opened.start()] if opened and not opened["closed"] else prompt):
+    row, opened = rendered.text, OPENED_REASONING.search(prompt)
+    own = prompt[: opened.start()] if opened and not opened["closed"] else prompt
+    # A header that is neither in the prompt nor in the loss is never generated.
+    if row.startswith(own) and all(start <= len(prompt) for start, _ in rendered.spans[:1]):
         return None
     same = next(
-        (place for place, pair in enumerate(zip(prompt, row, strict=False)) if len({*pair}) > 1), len(row)
+        (place for place, pair in enumerate(zip(prompt, row, strict=False)) if len({*pair}) > 1),
+        min(len(prompt), len(row)),
     )
     first = max(0, same - _CHARACTERS_SHOWN // 2)
     return prompt[first:][:_CHARACTERS_SHOWN], row[first:][:_CHARACTERS_SHOWN]

@@ -50,6 +50,8 @@ class Rendered:
 
     text: str
     spans: Sequence[Span]
+    first_answer: int = 0
+    """The place where the first answer with loss begins."""
     num_unlocated: int = 0
     """Answers that cannot be found because the template changes them; they carry no loss."""
     prompt_ends: Sequence[int] = ()

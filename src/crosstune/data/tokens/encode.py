@@ -128,13 +128,20 @@ class Encoder:
                 Encoded(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)) for ids in plain
             ]
         encodings = self.tokenizer.encode_batch([rendered.text for rendered in texts])
-        return [
+        found = [
             expand_pictures(
                 encode_rendered(rendered, encoding, self.tokenizer, compare_all=self._compares_prompts),
                 rendered.pictures,
                 self.tokenizer,
             )
             for encoding, rendered in zip(encodings, texts, strict=True)
+        ]
+        if not self.whole or self.tokenizer.data_rules < 4:
+            return found
+        prompts = self.tokenizer.encode_batch([rendered.text[: rendered.first_answer] for rendered in texts])
+        return [
+            encoded._replace(prompt=np.asarray(prompt.ids, dtype=np.int32) if prompt.ids else None)
+            for encoded, prompt in zip(found, prompts, strict=True)
         ]
 
 
@@ -231,6 +238,7 @@ class _Pass:
                 row=row,
                 pictures=found.pictures,
                 picture_end=found.picture_end,
+                prompt=found.prompt,
             )
             if found.joined and len(self.joined) < _MAX_TOKENS_NAMED:
                 self.joined.add(found.joined)

@@ -59,7 +59,7 @@ class TokenStore:
     """The index of each example's row in the source."""
     hashes: NDArray[np.uint64]
     prompts: NDArray[np.uint64]
-    """Hashes of the tokens before the first supervised token; of all tokens if there are none before it."""
+    """Hashes of the tokens of the prompts; of all tokens if there is no prompt."""
     num_supervised: NDArray[np.int32]
     """Supervised tokens of each example, without its first token, which is never predicted."""
     pictures: NDArray[np.uint8] | FileArray
@@ -189,7 +189,9 @@ class StoreWriter:
         row: int,
         pictures: Sequence[Picture] = (),
         picture_end: int = 0,
+        prompt: IntArray | None = None,
     ) -> None:
+        """Write an example; its `prompt` is given if its first token carries loss."""
         self.num_examples += 1
         self.num_tokens += len(tokens)
         self.files["tokens"].write(tokens.astype("<i4", copy=False).tobytes())
@@ -197,7 +199,8 @@ class StoreWriter:
         self.files["ends"].write(self.num_tokens.to_bytes(8, "little"))
         self.files["rows"].write(row.to_bytes(8, "little"))
         self.files["hashes"].write(_hash(tokens, pictures))
-        self.files["prompts"].write(_hash(tokens[: int(supervised.argmax()) or None], pictures))
+        prompt = tokens[: int(supervised.argmax()) or None] if prompt is None else prompt
+        self.files["prompts"].write(_hash(prompt, pictures))
         self.files["num_supervised"].write(int(supervised[1:].sum()).to_bytes(4, "little"))
         written = json.dumps([picture.to_json() for picture in pictures]).encode() if pictures else b""
         self.num_picture_bytes += len(written)

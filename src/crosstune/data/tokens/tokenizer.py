@@ -48,6 +48,7 @@ _STRUCTURE = {
     "added_tokens": list_of(object_with({"content": TEXT, "id": _ID})),
     **dict.fromkeys(_STAGES, OBJECT | NOTHING),
 }
+_TRIMS, _KEEPS = (b'"trim_offsets":' + value for value in (b"true", b"false"))
 _NAMES = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -70,7 +71,7 @@ class Tokenizer:
     digest: str = ""
     """sha256 of tokenizer.json."""
     template_file: str = ""
-    data_rules: int = 3
+    data_rules: int = 4
     """The version of the rules that tokenize training rows: the value of --data_rules."""
     vision: Vision | None = None
     """How the model reads pictures."""
@@ -123,6 +124,21 @@ class Tokenizer:
         """The added tokens that strip adjacent white space: id -> text. Empty under older rules."""
         added = self.rust.get_added_tokens_decoder().items() if self.data_rules > 2 else ()
         return {number: token.content for number, token in added if token.lstrip or token.rstrip}
+
+    @cached_property
+    def _locating(self) -> RustTokenizer:
+        """The tokenizer with offsets of whole tokens. Some leave out the white space of a token (`trim_offsets`), and a token
+        of white space then belongs to no text; so do older rules."""
+        processor = self.rust.post_processor
+        if self.data_rules < 4 or processor is None or _TRIMS not in processor.__getstate__():
+            return self.rust
+        from tokenizers import Tokenizer as RustTokenizer
+
+        found = RustTokenizer.from_str(self.rust.to_str())
+        processor = found.post_processor
+        processor.__setstate__(processor.__getstate__().replace(_TRIMS, _KEEPS))
+        found.post_processor = processor
+        return found
 
     def with_vision(self, folder: Path, *, pixels: int | None) -> Tokenizer:
         """Return a tokenizer that knows the pictures of a model folder, each of at most this many pixels."""
@@ -181,14 +197,14 @@ class Tokenizer:
     def encode(self, text: str) -> Encoding:
         """Return token ids with their offsets. Adds no special tokens, since templates write their own."""
         with _readable_panics("The model's tokenizer"):
-            found = self.rust.encode(text, add_special_tokens=False)
+            found = self._locating.encode(text, add_special_tokens=False)
         self.check_largest(max(found.ids, default=0))
         return found
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
         """Encode multiple strings on all cores. The caller checks the largest id."""
         with _readable_panics("The model's tokenizer"):
-            return self.rust.encode_batch(list(texts), add_special_tokens=False)
+            return self._locating.encode_batch(list(texts), add_special_tokens=False)
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of plain-text documents, each with one BOS token if the tokenizer adds it, and one EOS token.
