@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from support import train_step
 from transformers import AutoModelForCausalLM
 
@@ -32,7 +31,6 @@ TURNS = [
     [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is, " * n}]
     for n, word in enumerate(["red", "green", "blue"], start=1)
 ]
-WEIGHTS = "model.safetensors"
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {"train_type": "lora"},
     "dora": {"train_type": "dora", "lora_rank": 4},
@@ -99,37 +97,6 @@ def test_a_merged_folder_has_the_logits_of_the_trained_session(
         theirs = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32).merge_and_unload()
         for name, weight in theirs.state_dict().items():
             torch.testing.assert_close(ours.state_dict()[name], weight, rtol=0, atol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "mlx"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_keep_updates_below_their_precision(
-    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, dtype: torch.dtype, backend: str
-) -> None:
-    if backend == "mlx":
-        pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
-    base = tmp_path / "base"
-    shutil.copytree(tiny_model, base)
-    before = {name: weight.to(torch.bfloat16) for name, weight in load_file(base / WEIGHTS).items()}
-    save_file(before, base / WEIGHTS, metadata={"format": "pt"})
-    adapter = train(base, window, tmp_path / "run")[1]
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(
-        json.dumps(settings | {"lora_alpha": settings["lora_alpha"] / 500})
-    )
-    asked_dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    for name, kind in (("exact", "fp32"), ("once", asked_dtype), ("again", asked_dtype)):
-        words = ["merge", str(adapter), "--out", str(tmp_path / name), "--dtype", kind, "--backend", backend]
-        assert main(words) == 0
-    exact, once, again = (load_file(tmp_path / name / WEIGHTS) for name in ("exact", "once", "again"))
-    kept = asked = 0.0
-    for name, weight in exact.items():
-        update = weight - before[name].float()
-        kept += float(((once[name].float() - before[name].float()) * update).sum())
-        asked += float((update * update).sum())
-        assert torch.equal(once[name], again[name]), name
-        assert ((once[name].float() - weight).abs() <= torch.finfo(dtype).eps * weight.abs() + 1e-7).all()
-    assert asked > 0 and kept / asked == pytest.approx(1, abs=0.1)
 
 
 def test_an_adapter_may_name_layers_that_its_model_lacks(adapter: Path, tmp_path: Path) -> None:

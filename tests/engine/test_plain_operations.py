@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from crosstune.torch_engine.kernels import head_loss
 from crosstune.torch_engine.kernels import torch_operations as plain
 from crosstune.torch_engine.kernels.operations import Heads, Norm
 
@@ -131,3 +132,22 @@ def test_the_loss_and_its_gradient(dtype: torch.dtype, bound: float, monkeypatch
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     assert_close(found, wanted.detach(), min(bound, 1e-6))
     assert_close(gradient, expected, bound)
+
+
+def test_a_loss_over_several_chunks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        head_loss, "rows_at_a_time", lambda *_, **__: 4
+    )  # three chunks, the last of them smaller
+    hidden, weight = draw(11, 8).requires_grad_(), draw(50, 8)
+    targets = torch.randint(0, 50, (11,))
+    logits = hidden @ weight.t()
+    wanted = F.cross_entropy(logits, targets, reduction="none")
+    expected = torch.autograd.grad(wanted.sum(), hidden, retain_graph=True)[0]
+    each = head_loss.head_token_losses(hidden, weight, targets, plain)[0]
+    for found in (head_loss.head_loss(hidden, weight, targets, plain), each.sum()):
+        assert_close(found.detach(), wanted.detach().sum(), 1e-6)
+        assert_close(torch.autograd.grad(found, hidden)[0], expected, 1e-5)
+    assert_close(each.detach(), wanted.detach(), 1e-5)
+    total, wrong = head_loss.head_errors(hidden, weight, targets, plain)
+    assert_close(total, wanted.detach().sum(), 1e-6)
+    assert torch.equal(wrong, logits.argmax(dim=-1) != targets)

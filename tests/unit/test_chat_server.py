@@ -117,11 +117,14 @@ def test_a_key_outside_latin_1_opens_the_server(monkeypatch: pytest.MonkeyPatch,
 
 class Hostile(http.server.BaseHTTPRequestHandler):
     models: bytes
-    events: bytes
+    events = b""
     code = 200
+    place = ""
 
     def _answer(self, body: bytes) -> None:
         self.send_response(self.code)
+        if self.place:
+            self.send_header("Location", self.place)
         self.end_headers()
         self.wfile.write(body)
 
@@ -159,6 +162,54 @@ def test_a_server_with_a_bad_list_of_models(body: bytes, hostile: tuple[Any, str
     handler.code = 500
     with pytest.raises(UserError, match="status 500"):
         connect(url)
+
+
+@pytest.mark.parametrize("code", [400, 401, 429, 500])
+def test_a_key_that_a_server_repeats_is_not_shown(code: int, hostile: tuple[Any, str]) -> None:
+    handler, url = hostile
+    model = connect(url, api_key=KEY)
+    asked: Any = {"messages": [{"role": "user", "content": "x"}], "max_new_tokens": 4}
+    error = {"error": {"message": f"no such key: {KEY}"}}
+    handler.code, handler.events = code, json.dumps(error).encode()
+    for ask in (model.answer, model.complete):
+        with pytest.raises(UserError) as caught:
+            ask(**asked)
+        assert "no such key: [key]" in caught.value.why and KEY not in str(caught.value)
+    handler.code, handler.events = 200, b"data: " + json.dumps(error).encode() + b"\n\n"
+    with pytest.raises(UserError, match=r"no such key: \[key\]"):
+        model.answer(**asked)
+
+
+@pytest.mark.parametrize("code", [301, 302, 307, 308])
+def test_a_redirect_is_not_followed_with_the_key(code: int, hostile: tuple[Any, str]) -> None:
+    handler, url = hostile
+    model = connect(url, api_key=KEY)
+    asked = list[str]()
+
+    def note(self: Hostile) -> None:
+        asked.append(self.path)
+        Hostile.do_GET(self)
+
+    handler.code, handler.place, handler.do_GET = code, f"{url}/elsewhere", note
+    for ask in (lambda: connect(url, api_key=KEY), lambda: model.complete([], max_new_tokens=1)):
+        with pytest.raises(UserError, match=f"redirects to '?{url}/elsewhere"):
+            ask()
+    assert asked == ["/v1/models"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"", "no stream of events"),
+        (b'{"choices": [{"message": {"content": "Hi"}}]}', "no stream of events"),
+        (b"x" * 2**21, "a line of more than 1 MiB"),
+    ],
+)
+def test_an_answer_that_is_no_stream_is_an_error(answer: bytes, words: str, hostile: tuple[Any, str]) -> None:
+    handler, url = hostile
+    handler.events = answer
+    with pytest.raises(UserError, match=words):
+        connect(url).answer([{"role": "user", "content": "x"}], max_new_tokens=4)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from crosstune.cli.commands.launch import make_parser
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.config.schema import option_list
-from crosstune.distributed.jobs.job import load_scheduler, make_job, options_of_schedulers
+from crosstune.distributed.jobs.job import load_scheduler, make_job, options_of_schedulers, submit
 
 NASTY = [
     "a b",
@@ -459,3 +459,13 @@ def test_what_is_submitted_is_what_is_printed(
     write_tool(tmp_path / "tools" / tool, "echo 'no such queue' >&2; exit 1")
     assert main(["launch", *shlex.split(words)]) == 2
     assert "no such queue" in capsys.readouterr().err
+
+
+@needs_bash
+def test_a_scheduler_that_reads_late_gets_the_whole_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tool(tmp_path / "sbatch", "sleep 1; wc -c")
+    monkeypatch.setattr("crosstune.distributed.jobs.job.NOTICE_EVERY_S", 0.1)
+    text = "x" * 200_000  # more than a pipe holds
+    assert submit([str(tmp_path / "sbatch")], text, where="", do="").strip() == "200000"

@@ -120,6 +120,26 @@ def test_a_cpu_takes_the_fast_layers_where_its_16_bit_products_are_fast(
     assert plan_on(replace(machine, backends={"cpu": slow}), **asked).config.kernels == "general"
 
 
+@pytest.mark.parametrize(
+    ("hidden", "asked", "used"),
+    [
+        (576, {}, "fast"),
+        (64, {}, "general"),
+        (576, {"train_type": "qlora"}, "general"),
+        (576, {"precision": "bf16_autocast"}, "general"),
+    ],
+)
+def test_a_cpu_without_fast_16_bit_products_takes_the_fast_layers_in_fp32(
+    hidden: int, asked: dict[str, Any], used: str
+) -> None:
+    machine = load_machine("cpu-laptop")
+    slow = replace(machine.backends["cpu"], dtypes=("fp32", "bf16"), bf16_speedup=0.6)
+    plan = plan_on(
+        replace(machine, backends={"cpu": slow}), shape=replace(shape_for_size(0.1), hidden=hidden), **asked
+    )
+    assert plan.config.kernels == used
+
+
 def test_auto_needs_triton_on_this_machine() -> None:
     machine = load_machine("h200")
     cuda = replace(machine.backends["cuda"], has_triton=False)

@@ -286,6 +286,7 @@ def estimate_batch(
     widths = {width: name for name, found in report.quantizers.items() for width in found}
     bits = bits or next((width for width in (4, 8) if width in widths), compute_bits)
     quantizer = widths.get(bits, "bnb") if bits < 16 else "none"
+    shape = shape_for_size(size_b)
     step = Step(
         quantizer=quantizer,
         n_bits=bits,
@@ -295,10 +296,10 @@ def estimate_batch(
         weight_bits=compute_bits,
         score_bits=held_score_bits(report, flash=None, compute_bits=compute_bits),
         on_gpu=not report.is_torch_cpu,
-        fast=prefers_fast(report, best_precision(report)[0], quantizer=quantizer),
+        fast=prefers_fast(report, best_precision(report)[0], quantizer=quantizer, hidden=shape.hidden),
         overhead_bytes=backend_specs()[report.name].overhead_bytes,
     )
-    return largest_batch(shape_for_size(size_b), step, limit_bytes=limit, at_most=at_most)
+    return largest_batch(shape, step, limit_bytes=limit, at_most=at_most)
 
 
 def _largest_model_b(machine: Machine, report: BackendReport) -> float | None:

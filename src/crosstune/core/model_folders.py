@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +17,6 @@ OnBytes = Callable[[int, int], None]
 """Receives the bytes done and the total."""
 PLAIN_BITS = 16
 """MLX: the weights are not quantized."""
-
-
-def rounding_seed(name: str) -> int:
-    """Return the seed for rounding a merged weight: the same in each merge."""
-    return zlib.crc32(name.encode())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ _MAX_BYTES = 1 << 20
 """The largest list of models, and the longest line of an answer."""
 _AWAY = (408, 409, 425, 429)
 """Statuses, next to those from 500 on, with which a server asks to try again later."""
+_MOVED = (301, 302, 303, 307, 308)
 _REJECTED = (400, 413, 422)
 """Statuses that concern the content of a request."""
 _OTHER_NAMES = {"repetition_penalty": ("repetition_penalty", "repeat_penalty")}
@@ -64,7 +65,7 @@ class ServerModel:
                 asked |= dict.fromkeys(_OTHER_NAMES.get(name, (name,)), value)
         parts = []
         with _open(f"{self.url}/chat/completions", self.api_key, data=asked, wait_s=WAIT_S) as answer:
-            for text in _read_stream(answer, self.url):
+            for text in _read_stream(answer, self.url, self.api_key):
                 parts.append(text)
                 if on_text is not None:
                     on_text(text)
@@ -107,6 +108,13 @@ def connect(url: str, *, name: str | None = None, api_key: str = "") -> ServerMo
     return ServerModel(url=url, name=name or names[0], api_key=api_key)
 
 
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Follow no redirect: the other server would receive the key."""
+
+    def redirect_request(self, *words: Any) -> None:
+        return None
+
+
 @contextlib.contextmanager
 def _open(
     url: str, api_key: str, *, data: Mapping[str, Any] | None = None, wait_s: float
@@ -117,12 +125,18 @@ def _open(
         headers["Authorization"] = f"Bearer {api_key}".encode().decode("latin-1")
     body = None if data is None else json.dumps(data).encode()
     is_here = urllib.parse.urlsplit(url).hostname in LOOPBACK_NAMES  # not through a proxy
-    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
+    opener = urllib.request.build_opener(_Stay, *([urllib.request.ProxyHandler({})] if is_here else []))
     try:
         with opener.open(urllib.request.Request(url, body, headers), timeout=wait_s) as answer:
             yield answer
     except urllib.error.HTTPError as error:
-        raise _refused(url, error.code, error.read(_MAX_REASON_BYTES)) from error
+        body, moved = error.read(_MAX_REASON_BYTES), error.headers.get("Location")
+        if error.code in _MOVED and moved:
+            raise UserError(
+                f"The server at {url} redirects to {shown(moved)}.",
+                do="pass the address of the server itself",
+            ) from error
+        raise _refused(url, error.code, body, api_key) from error
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         reason = getattr(error, "reason", None) or error
         raise ServerAway(
@@ -132,11 +146,13 @@ def _open(
         ) from error
 
 
-def _refused(url: str, code: int, body: bytes) -> UserError:
+def _refused(url: str, code: int, body: bytes, api_key: str) -> UserError:
     reason = body.decode(errors="replace").strip()
     with contextlib.suppress(ValueError, LookupError, TypeError):
         found = parse_json(body, foreign=True)["error"]
         reason = str(found["message"] if isinstance(found, dict) else found)
+    if api_key:  # some servers repeat it, and the reason goes into the log of a run
+        reason = reason.replace(api_key, "[key]")
     if code in (401, 403):
         return UserError(
             f"The server at {url} rejects the key.",
@@ -149,21 +165,29 @@ def _refused(url: str, code: int, body: bytes) -> UserError:
     return kind(f"The server at {url} answered with status {code}.", why=reason)
 
 
-def _read_stream(answer: http.client.HTTPResponse, url: str) -> Iterator[str]:
+def _read_stream(answer: http.client.HTTPResponse, url: str, api_key: str) -> Iterator[str]:
     """Yield the text of a stream of server-sent events."""
+    has_events = False
     while line := answer.readline(_MAX_BYTES):
         text = line.decode("utf-8", errors="replace").strip()
-        if not text.startswith("data:") or text == "data: [DONE]":
+        if len(line) == _MAX_BYTES:
+            raise _not_openai(url, f"it sent a line of more than {_MAX_BYTES >> 20} MiB")
+        if not text.startswith("data:"):
+            continue
+        has_events = True
+        if text.removeprefix("data:").strip() == "[DONE]":
             continue
         try:
             event = parse_json(text.removeprefix("data:"), foreign=True)
             if "error" in event:
-                raise _refused(url, 500, text.removeprefix("data:").encode())
+                raise _refused(url, 500, text.removeprefix("data:").encode(), api_key)
             for choice in event.get("choices") or ():
                 if content := (choice.get("delta") or {}).get("content"):
                     yield str(content)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise _not_openai(url, f"it sent {shown(text)}") from error
+    if not has_events:
+        raise _not_openai(url, "it sent no stream of events")
 
 
 def _not_openai(url: str, why: str) -> UserError:

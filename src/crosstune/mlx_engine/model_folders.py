@@ -26,7 +26,6 @@ from crosstune.core.model_folders import (
     Rewrite,
     WeightForm,
     Written,
-    rounding_seed,
 )
 from crosstune.mlx_engine.adapters import AdaptedLinear
 from crosstune.mlx_engine.load import (
@@ -48,8 +47,6 @@ from crosstune.models.quantized_folder import read_quantization
 from crosstune.process.this_process import hide_output
 
 _SPARE_BYTES = 50_000_000
-_DROPPED_BITS = {mx.bfloat16: 16, mx.float16: 13}
-"""The bits of an fp32 mantissa that a dtype has no room for."""
 
 
 def open_folders(plan: Plan | None = None) -> ModelFolders:
@@ -243,30 +240,18 @@ def dense_arrays(
         arrays: Any = mx.load(str(path))
         for name, array in arrays.items():
             layer, _, part = name.rpartition(".")
-            module, kept, base = modules.get(layer), array.dtype, array
+            module, kept = modules.get(layer), array.dtype
             if module is not None and part in ("scales", "biases"):
                 continue
             if module is not None and part == "weight":
                 kept = kept if mx.issubdtype(kept, mx.floating) else module.scales.dtype
-                base = array = dense_weight(module, mx.float32)
+                array = dense_weight(module, mx.float32)
             if layer in adapters and part == "weight":
                 array = adapters[layer].fold(array)
             array = saved.get(name, array)
             floating = mx.issubdtype(array.dtype, mx.floating)
-            if array is not base and base.dtype in _DROPPED_BITS:
-                array = round_at_random(array.astype(mx.float32), dtype or kept, name=name)
             found[name] = array.astype(dtype or kept) if floating else array
     return found
-
-
-def round_at_random(array: mx.array, dtype: mx.Dtype, *, name: str) -> mx.array:
-    """Round fp32 values up or down, each in proportion to its distance, so that rounding removes nothing that was trained."""
-    bits = _DROPPED_BITS.get(dtype)
-    if bits is None:
-        return array.astype(dtype)
-    key = mx.random.key(rounding_seed(name))
-    held = array.view(mx.uint32) + mx.random.randint(0, 1 << bits, array.shape, mx.uint32, key=key)
-    return (held & (0xFFFFFFFF << bits & 0xFFFFFFFF)).view(mx.float32).astype(dtype)
 
 
 def make_view(source: Path, view: Path) -> Path:

@@ -29,6 +29,8 @@ _PARAMETER_BYTES = 512
 """More than any parameter structure of llama.cpp; it reads and writes its own part only."""
 _THREADED_VALUES = 1 << 20
 _LAST_LINES = 4
+_QUESTION = "question.json"
+"""The file of a question in the folder of its answers."""
 
 
 class LlamaCppFailed(UserError):
@@ -115,14 +117,15 @@ def ask(
         "vocab_only": not prompts and not starts,
     }
     with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / _QUESTION).write_text(json.dumps(question), encoding="utf-8")
         child = subprocess.Popen(
             [sys.executable, "-m", __name__, scratch],
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={"GOMP_SPINCOUNT": "1000", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
-        answer, said = _communicate(child, question, lambda: show(len(list(Path(scratch).glob("*.npy")))))
+        answer, said = _wait(child, lambda: show(len(list(Path(scratch).glob("*.npy")))))
         if child.returncode:
             lines = said.decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
             raise LlamaCppFailed(
@@ -135,17 +138,13 @@ def ask(
     return Answers(**reply, logits=logits)
 
 
-def _communicate(
-    child: subprocess.Popen[bytes], question: Mapping[str, Any], show: Callable[[], None]
-) -> tuple[bytes, bytes]:
-    """Send the question and return what the child wrote on both streams; call `show` every second."""
-    asked: bytes | None = json.dumps(question).encode()
+def _wait(child: subprocess.Popen[bytes], show: Callable[[], None]) -> tuple[bytes, bytes]:
+    """Return what the child wrote on both streams; call `show` every second."""
     try:
         while True:
             try:
-                return child.communicate(asked, timeout=1.0)
+                return child.communicate(timeout=1.0)
             except subprocess.TimeoutExpired:
-                asked = None
                 show()
     except BaseException:
         child.kill()
@@ -339,7 +338,7 @@ def _answer(question: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
 
 
 def _serve() -> None:
-    """Answer the question on standard input; llama.cpp's warnings and errors go to standard error."""
+    """Answer the question in the folder; llama.cpp's warnings and errors go to standard error."""
     signature = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
     last = [0]
 
@@ -351,7 +350,8 @@ def _serve() -> None:
 
     callback = signature(log)
     _library().llama_log_set(callback, None)
-    reply = _answer(json.load(sys.stdin), Path(sys.argv[1]))
+    scratch = Path(sys.argv[1])
+    reply = _answer(json.loads((scratch / _QUESTION).read_text(encoding="utf-8")), scratch)
     sys.stdout.write(json.dumps(reply))
     sys.stdout.flush()
     os._exit(0)  # the log callback must not outlive Python

@@ -191,8 +191,10 @@ def _stays_fast(plan: Plan, step: Step) -> bool:
     precision = plan.precision
     if step.weight_bits == 16 and precision.endswith("_autocast"):
         precision = precision.removesuffix("_autocast")
+    hidden = plan.fitted.shape.hidden if plan.fitted is not None else 0
     return plan.config.kernels == "fast" and (
-        "kernels" in plan.config.sources or prefers_fast(plan.backend, precision, quantizer=step.quantizer)
+        "kernels" in plan.config.sources
+        or prefers_fast(plan.backend, precision, quantizer=step.quantizer, hidden=hidden)
     )
 
 

@@ -53,7 +53,7 @@ class HardwareOptions:
     kernels: str = option(
         "auto",
         "Decoder layers: general (transformers) or fast (fused, for adapters on a frozen base: Llama, Mistral, Qwen, "
-        "Gemma, Phi-3; and for latent diffusion); auto: fast for LoRA in bf16 on NVIDIA GPUs and on CPUs with fast bf16",
+        "Gemma, Phi-3; and for latent diffusion); auto: fast for LoRA in bf16 on NVIDIA GPUs, and on CPUs",
         choices=("auto", "fast", "general"),
         needs=(TORCH_ENGINE,),
         on_resume=OnResume.OWN_MACHINE,

@@ -12,6 +12,8 @@ from crosstune.estimate.machine import BackendReport
 
 BF16_WORTH_IT = 1.3
 """On a CPU, `auto` chooses bf16 if its matmuls are at least this much faster than fp32."""
+NARROWEST_IN_FP32 = 512
+"""In fp32 on a CPU, `auto` chooses the fast layers from this hidden size on; measured with 576."""
 
 
 def fit_precision(draft: Draft) -> None:
@@ -61,7 +63,9 @@ def fit_kernels(draft: Draft) -> None:
     reason, missing = _why_general(draft), shape.why_general if shape is not None else ""
     if asked == "auto":
         is_diffusion = draft["recipe"] == "latent_diffusion"
-        preferred = not is_diffusion and prefers_fast(report, draft["precision"], quantizer=draft.quantizer)
+        preferred = not is_diffusion and prefers_fast(
+            report, draft["precision"], quantizer=draft.quantizer, hidden=shape.hidden if shape else 0
+        )
         if not preferred or reason or draft["torch_compile"]:
             draft.values["kernels"] = "general"
         elif missing:
@@ -76,13 +80,16 @@ def fit_kernels(draft: Draft) -> None:
         draft.warn("base_precision", reason if stored else f"has no effect with --kernels general: {reason}")
 
 
-def prefers_fast(report: BackendReport, precision: str, *, quantizer: str) -> bool:
+def prefers_fast(report: BackendReport, precision: str, *, quantizer: str, hidden: int) -> bool:
     """True if the fast layers were measured to be faster: NVIDIA GPUs in bf16 with flash attention and Triton, and CPUs
-    with fast bf16 and an unquantized base."""
+    with an unquantized base, in autocast if their bf16 is fast, otherwise in fp32 with layers of this width."""
     if report.name == "cuda":
         return precision == "bf16" and report.has_flash_attention and report.has_triton
-    fast_bf16 = report.bf16_speedup >= BF16_WORTH_IT
-    return report.name == "cpu" and precision == "bf16_autocast" and fast_bf16 and quantizer == "none"
+    if report.name != "cpu" or quantizer != "none":
+        return False
+    if report.bf16_speedup >= BF16_WORTH_IT:
+        return precision == "bf16_autocast"
+    return precision == "fp32" and hidden >= NARROWEST_IN_FP32
 
 
 def fit_compile(draft: Draft) -> None:

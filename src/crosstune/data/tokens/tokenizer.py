@@ -48,6 +48,7 @@ _STRUCTURE = {
     "added_tokens": list_of(object_with({"content": TEXT, "id": _ID})),
     **dict.fromkeys(_STAGES, OBJECT | NOTHING),
 }
+_TRIMS, _KEEPS = (b'"trim_offsets":' + value for value in (b"true", b"false"))
 _NAMES = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -128,16 +129,15 @@ class Tokenizer:
     def _locating(self) -> RustTokenizer:
         """The tokenizer with offsets of whole tokens. Some leave out the white space of a token (`trim_offsets`), and a token
         of white space then belongs to no text; so do older rules."""
-        if self.data_rules < 4 or "trim_offsets=True" not in repr(self.rust.post_processor):
+        processor = self.rust.post_processor
+        if self.data_rules < 4 or processor is None or _TRIMS not in processor.__getstate__():
             return self.rust
         from tokenizers import Tokenizer as RustTokenizer
-        from tokenizers.processors import Sequence as Processors
 
         found = RustTokenizer.from_str(self.rust.to_str())
         processor = found.post_processor
-        for one in processor if isinstance(processor, Processors) else [processor]:
-            if hasattr(one, "trim_offsets"):
-                one.trim_offsets = False
+        processor.__setstate__(processor.__getstate__().replace(_TRIMS, _KEEPS))
+        found.post_processor = processor
         return found
 
     def with_vision(self, folder: Path, *, pixels: int | None) -> Tokenizer:

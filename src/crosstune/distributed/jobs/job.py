@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -332,16 +333,20 @@ def submit(command: Sequence[str], text: str, *, where: str, do: str, cwd: Path 
     """Pipe a string into a scheduler's command; return its output. `where` is advice if the command is missing."""
     if shutil.which(command[0]) is None:
         raise UserError(f"Cannot submit the job: {command[0]} was not found on this machine.", do=where)
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        cwd=cwd,
-    )
-    found = answer_of(process, text, waiting_for=command[0])
+    # A file: text that a pipe cannot hold would be lost where `communicate` is called again after its timeout.
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as given:
+        given.write(text)
+        given.seek(0)
+        process = subprocess.Popen(
+            command,
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            cwd=cwd,
+        )
+        found = answer_of(process, waiting_for=command[0])
     if found is None:
         raise UserError(
             f"{command[0]} did not answer within {ANSWER_S:g} s.",
@@ -359,16 +364,15 @@ def submit(command: Sequence[str], text: str, *, where: str, do: str, cwd: Path 
 
 
 def answer_of(
-    process: subprocess.Popen[str], text: str | None = None, *, waiting_for: str, limit_s: float | None = None
+    process: subprocess.Popen[str], *, waiting_for: str, limit_s: float | None = None
 ) -> tuple[str, str] | None:
     """Return the output and the errors of a command; print a line if it is slow. Kill it after `limit_s` (ANSWER_S)
     and return None."""
     ends_at = time.monotonic() + (ANSWER_S if limit_s is None else limit_s)
     while (left := ends_at - time.monotonic()) > 0:
         try:
-            return process.communicate(text, timeout=min(NOTICE_EVERY_S, left))
+            return process.communicate(timeout=min(NOTICE_EVERY_S, left))
         except subprocess.TimeoutExpired:
-            text = None  # it is being sent
             print(f"waiting for {waiting_for} ...", file=sys.stderr, flush=True)
     process.kill()
     process.wait()  # not for the end of its output, which a child process may keep open

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,8 +33,7 @@ def head_errors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss without gradients, and which targets do not have the largest logit."""
     total, wrong = _zero(hidden), torch.empty_like(targets, dtype=torch.bool)
-    for chunk in _chunks(hidden, weight):
-        logits = hidden[chunk].to(weight.dtype) @ weight.t()
+    for chunk, logits in _each_logits(hidden, weight):
         wrong[chunk] = logits.argmax(dim=-1) != targets[chunk]
         total += operations.cross_entropy(logits, targets[chunk], gradient=False)[0]
     return total, wrong
@@ -103,8 +102,7 @@ class _HeadLoss(torch.autograd.Function):
         summed, needed = entropies is None, ctx.needs_input_grad[0]
         losses = _zero(hidden) if summed else _zero(hidden, len(hidden))
         gradient = torch.empty_like(hidden) if needed else None
-        for chunk in _chunks(hidden, weight):
-            logits = hidden[chunk].to(weight.dtype) @ weight.t()
+        for chunk, logits in _each_logits(hidden, weight):
             if entropies is not None:
                 log_probs = torch.log_softmax(logits.to(losses.dtype), dim=-1)
                 entropies[chunk] = -(log_probs.exp() * log_probs).sum(dim=-1)
@@ -124,6 +122,20 @@ class _HeadLoss(torch.autograd.Function):
 
 def _zero(hidden: torch.Tensor, *shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+
+
+def _each_logits(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield each chunk with its logits, without a gradient. A CPU reuses their memory: new pages take time, and more of it on
+    a busy machine."""
+    buffer = None
+    for chunk in _chunks(hidden, weight):
+        part = hidden[chunk].detach().to(weight.dtype)
+        if hidden.device.type != "cpu":
+            yield chunk, part @ weight.t()
+            continue
+        if buffer is None:
+            buffer = weight.new_empty(len(part), len(weight))
+        yield chunk, torch.mm(part, weight.t(), out=buffer[: len(part)])
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:

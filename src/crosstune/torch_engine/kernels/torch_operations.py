@@ -152,17 +152,18 @@ def cross_entropy(
     num_rows = max(1, LOGITS_IN_CACHE // logits.shape[1])
     for rows, wanted in zip(logits.split(num_rows), targets.split(num_rows), strict=True):
         values, places = _wide(rows), wanted[:, None]
-        largest = values.amax(-1, keepdim=True)
-        probs = (values - largest).exp_()
+        largest, wanted_logits = values.amax(-1, keepdim=True), values.gather(1, places)
+        probs = (values.sub_(largest) if gradient else values - largest).exp_()
         sums = probs.sum(-1, keepdim=True)
-        loss = sums.log() + largest - values.gather(1, places)
+        loss = sums.log() + largest - wanted_logits
         if summed:
             total += loss.sum()
         else:
             losses.append(loss[:, 0])
         if gradient:
             probs.div_(sums).scatter_add_(1, places, probs.new_full((len(probs), 1), -1.0))
-            rows.copy_(probs)
+            if probs.dtype != rows.dtype:
+                rows.copy_(probs)
     return total if summed else torch.cat(losses), logits if gradient else None
 
 

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from crosstune.core.errors import UserError
-from crosstune.core.model_folders import AdapterFolder, DenseWeights, OnBytes, rounding_seed
+from crosstune.core.model_folders import AdapterFolder, DenseWeights, OnBytes
 from crosstune.models.adapter_files import read_matrices, without_tied
 from crosstune.torch_engine.device import PRECISIONS
 from crosstune.torch_engine.experts import split_by_expert
@@ -26,8 +25,7 @@ from crosstune.torch_engine.results import export
 
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-"""The bits of an fp32 mantissa that a dtype has no room for."""
+
 
 Matrices = Mapping[str, torch.Tensor]
 """The adapter of a layer: A, B and, for DoRA, magnitude_vector."""
@@ -74,23 +72,6 @@ def fold(weight: torch.Tensor, matrices: Matrices, *, scale: float, form: Weight
     lengths = torch.linalg.vector_norm(merged, dim=0 if form.transposed else 1)
     ratio = matrices["magnitude_vector"].to(weight.device) / lengths
     return merged * ratio if form.transposed else ratio[:, None] * merged
-
-
-def round_at_random(tensor: torch.Tensor, dtype: torch.dtype, *, name: str) -> torch.Tensor:
-    """Round fp32 values up or down, each in proportion to its distance, so that their mean stays.
-
-    Values of a 16-bit base are exact in 16 bits. Rounding to the nearest would return most of them to the base, and remove
-    a part of what was trained. The random numbers depend on the name only.
-    """
-    bits = _DROPPED_BITS.get(dtype)
-    if bits is None:
-        return tensor.to(dtype)
-    draws = np.random.SFC64(rounding_seed(name)).random_raw((tensor.numel() + 3) // 4).view(np.uint16)
-    values = tensor.contiguous().clone()
-    held = values.numpy().view(np.uint32).reshape(-1)
-    held += draws[: held.size] & np.uint16((1 << bits) - 1)
-    held &= np.uint32(0xFFFFFFFF << bits & 0xFFFFFFFF)
-    return values.to(dtype)
 
 
 class BaseTensors:
@@ -161,16 +142,14 @@ def dense_tensors(
         check_layers(base, adapter)
     for group, tensors in base.read(on_read=on_read):
         for name, tensor in tensors.items():
-            form, held = base.forms.get(name), tensor
+            form = base.forms.get(name)
             matrices = adapter.layers.get(name.removesuffix(".weight")) if adapter is not None else None
             if adapter is not None and form is not None and matrices is not None:
                 tensor = fold(tensor.to(base.device), matrices, scale=adapter.scale, form=form).cpu()
             if adapter is not None:
                 tensor = adapter.saved.get(name, tensor)
             if tensor.is_floating_point():
-                wanted = dtype or base.stored_dtype(group)
-                trained = tensor is not held and held.dtype in _DROPPED_BITS
-                tensor = round_at_random(tensor, wanted, name=name) if trained else tensor.to(wanted)
+                tensor = tensor.to(dtype or base.stored_dtype(group))
             tensors[name] = tensor
         yield group, tensors
 
