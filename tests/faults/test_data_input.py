@@ -172,7 +172,21 @@ def test_the_report_comes_before_the_errors_and_accounts_for_every_row(
     assert data(tiny_model, path, "--skip_bad_rows", "--dedup", "--truncation", "drop") == 0
     told = capsys.readouterr()
     assert "44 read = 36 to train on + 4 held out + 1 empty + 1 duplicate + 2 unreadable" in told.out
-    assert "2 rows cannot be read and are skipped" in told.out
+    assert "2 rows cannot be read" in told.out
+
+
+def test_the_middle_of_a_long_example_is_shown_in_the_json_only(
+    tiny_model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"Count to {n}.", "completion": " ".join(map(str, range(n)))} for n in range(491, 500)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert data(tiny_model, path, "--context_length", "2048") == 0
+    told = capsys.readouterr().out
+    assert "example 3" in told and "more characters]" in told and " 260 261 262 " not in told
+    assert told.count("Count to") == 3 and told.count("[[0 1 2 ") == 3 and len(told) < 8000
+    assert data(tiny_model, path, "--context_length", "2048", "--json") == 0
+    assert all(" 260 261 262 " in text for text in json.loads(capsys.readouterr().out)["shown"])
 
 
 def test_a_long_row_is_named_by_its_file_and_line(tiny_model: Path, tmp_path: Path, capsys: Any) -> None:

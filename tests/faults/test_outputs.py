@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -9,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +19,13 @@ from injection.disks import file_limit
 from safetensors.numpy import save_file
 from unprivileged import as_other_user, reachable_folder
 
+from crosstune.checkpoint.write import failed
 from crosstune.cli.adopt import adopt
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.files.outputs import check_output, check_output_folder, is_stream, write_output
 from crosstune.files.plain_files import disk_full_reason
+from crosstune.files.run_record import RecordFailed
 
 Captured = pytest.CaptureFixture[str]
 
@@ -210,6 +214,19 @@ def test_a_regular_file_is_replaced_with_its_mode_and_through_its_link(tmp_path:
     assert "File too large" in caught.value.why and str(link) in caught.value.message
     assert "ulimit -f" in caught.value.do and "free some space" not in caught.value.do
     assert target.read_text() == "new" and [path.name for path in target.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("make", [failed, lambda path, need, error: RecordFailed(path, error)])
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(errno.EFBIG, "ulimit -f"), (errno.ENOSPC, "free space"), (errno.EIO, "repair the disk")],
+)
+def test_a_run_that_cannot_be_written_says_what_helps(
+    make: Callable[..., UserError], number: int, words: str, tmp_path: Path
+) -> None:
+    error = make(tmp_path / "file", 1 << 20, OSError(number, os.strerror(number)))
+    assert words in error.do and "--resume auto" in error.do
+    assert ("free space" in error.do) == (number != errno.EFBIG)
 
 
 def test_pipes_and_devices_are_written_into(tmp_path: Path) -> None:

@@ -185,8 +185,12 @@ def test_a_redirect_is_not_followed_with_the_key(code: int, hostile: tuple[Any, 
     handler, url = hostile
     model = connect(url, api_key=KEY)
     asked = list[str]()
-    handler.code, handler.place = code, f"{url}/elsewhere"
-    handler.do_GET = lambda self: asked.append(self.path) or Hostile.do_GET(self)
+
+    def note(self: Hostile) -> None:
+        asked.append(self.path)
+        Hostile.do_GET(self)
+
+    handler.code, handler.place, handler.do_GET = code, f"{url}/elsewhere", note
     for ask in (lambda: connect(url, api_key=KEY), lambda: model.complete([], max_new_tokens=1)):
         with pytest.raises(UserError, match=f"redirects to '?{url}/elsewhere"):
             ask()

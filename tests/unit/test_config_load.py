@@ -70,6 +70,43 @@ def test_negative_numbers_and_scientific_notation_are_values() -> None:
     assert (config.max_steps, config.lr, config.batch_size) == (-1, 1e-3, 4)
 
 
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["chats.jsonl"], "--dataset chats.jsonl"),
+        (["--lr", "1", "rows.PARQUET"], "--dataset rows.PARQUET"),
+        (["run.yaml"], "--config run.yaml"),
+        (["model-q4.gguf"], "--model_name model-q4.gguf"),
+        (["--steps", "3"], "--max_steps"),
+        (["--gpus", "2"], "--world_size"),
+        (["--recipe", "dpo"], "--recipe preference --preference_loss dpo"),
+        (["--recipe", "KTO"], "--recipe preference --preference_loss kto"),
+        (["--recipe", "grpo"], "--recipe rl --rl_loss grpo"),
+        (["--recipe", "prefrence"], "preference"),
+    ],
+)
+def test_the_words_of_a_newcomer_lead_to_the_option(words: list[str], advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(words, environment={})
+    assert advice in caught.value.problems[0].do
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("distill --teacher a", "crosstune train --recipe distill"),
+        ("dpo", "crosstune train --recipe preference --preference_loss dpo"),
+        ("trian", "did you mean train?"),
+        ("report", "The following arguments are required"),
+        ("export runs/a --to ggml", "Unknown --to 'ggml'"),
+    ],
+)
+def test_a_wrong_command_names_itself_once(words: str, said: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(words.split()) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and "crosstune: crosstune" not in printed
+
+
 @pytest.mark.parametrize("stray", ["  ", " # comment"])
 @pytest.mark.parametrize("before", [["--batch_size", "1"], ["--low_memory"]])
 def test_words_after_a_backslash_are_named(before: list[str], stray: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,9 @@ def test_paths_that_are_not_there(tmp_path: Path) -> None:
     assert "There is no file" in refused("nowhere.gguf")
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert f"specify the folder instead: {tmp_path}" in refused(tmp_path / "model.safetensors")
+    (tmp_path / "link").symlink_to("nowhere")
+    assert "is a broken link, not a model" in refused(tmp_path / "link")
+    assert "is a device, not a model" in refused(os.devnull)
 
 
 def test_shapes_without_a_download(model: Path, tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_answers_with_labels_from_pairs_are_counted_by_rows(
     code, found, _ = report(capsys, name, *words, "--truncation", "drop")
     assert code == 0 and found["rows"]["too_long"] == 0, "its other answer is trained"
     assert "one answer that does not fit the context and is left out: 1" in " ".join(found["warnings"])
-    assert f"{found['rows']['held_out']} rows are held out, with all rows of their prompts" in found["notes"]
+    assert f"rows held out, with all rows of their prompts: {found['rows']['held_out']}" in found["notes"]
 
 
 def test_the_data_command_names_every_bad_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

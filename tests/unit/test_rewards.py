@@ -259,6 +259,17 @@ def test_a_bad_function_has_no_score(
     assert rewards.failures == {name: (failed, 4)}
 
 
+def test_a_reward_that_never_works_stops_the_run(open_: Open, functions: str) -> None:
+    rewards = open_(f"{functions}:fails,{functions}:only_completions")
+    with pytest.raises(UserError, match="fails failed for all") as caught:
+        for _ in range(100):
+            rewards.score(answers("a", "b"))
+    assert "ZeroDivisionError" in caught.value.why and "functions.py, line" in caught.value.why
+    seldom = open_(f"{functions}:dies_once,{functions}:few*0")
+    for _ in range(100):
+        seldom.score(answers("a", "b"))
+
+
 def test_a_function_that_forks_answers_once(open_: Open, functions: str) -> None:
     rewards = open_(f"{functions}:forks")
     texts = ("a", "bbbb", "cc", "ddd", "eeeee")

@@ -14,7 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Array, SessionState
 from crosstune.files.atomic_files import put_new, staging_folder
-from crosstune.files.plain_files import NO_ROOM, free_space, readable_bytes
+from crosstune.files.plain_files import NO_ROOM, free_space, readable_bytes, resume_advice
 
 SPARE_BYTES = 4 * 2**20
 """Disk space to leave for the manifest and the logs of the run."""
@@ -104,7 +104,7 @@ def failed(target: Path, need: int, error: Exception) -> SaveFailed:
     return SaveFailed(
         f"{target} could not be written.",
         why=f"{why}. No partial files were left behind, and older checkpoints are intact.",
-        do="free space or repair the disk, then run it again with --resume auto",
+        do=resume_advice(error),
     )
 
 

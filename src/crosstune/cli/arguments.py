@@ -46,17 +46,17 @@ class Parser(argparse.ArgumentParser):
         word = next((word for word in words if word.startswith("-")), words[0])
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         do = f"{did_you_mean(word.partition('=')[0], flags)}See: {self.prog} --help"
-        raise UserError(f"{self.prog}: unrecognized argument {shown(word)}.", do=do)
+        raise UserError(f"Unrecognized argument {shown(word)}.", do=do)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             name = argparse._get_action_name(action) or "argument"
             names = [str(choice) for choice in action.choices]
             wrong = unknown_name(name, str(value), names)
-            raise UserError(f"{self.prog}: {wrong.message}", do=f"{wrong.do} See: {self.prog} --help")
+            raise UserError(wrong.message, do=f"{wrong.do} See: {self.prog} --help")
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message}", do=f"see: {self.prog} --help")
+        raise UserError(f"{message[:1].upper()}{message[1:]}.", do=f"see: {self.prog} --help")
 
 
 class ActionParser(Parser):

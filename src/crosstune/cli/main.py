@@ -194,7 +194,7 @@ def _main(words: list[str]) -> int:
 def _run(command: str, words: list[str]) -> int:
     try:
         if command not in COMMANDS:
-            raise unknown_name("command", command, COMMANDS)
+            raise _unknown_command(command)
         check_arguments(words)
         check_home(words)
         with memory_errors(doing=f"crosstune {command}"):
@@ -223,6 +223,16 @@ def _run(command: str, words: list[str]) -> int:
                 do="check that its folder exists and that you have access",
             )
         )
+
+
+def _unknown_command(command: str) -> UserError:
+    from crosstune.config.schema import options_by_name
+
+    recipe = options_by_name()["recipe"]
+    asked = f"--recipe {command}" if command in (recipe.choices or ()) else recipe.instead.get(command)
+    if asked is None:
+        return unknown_name("command", command, COMMANDS)
+    return UserError(f"Unknown command {shown(command)}.", do=f"did you mean crosstune train {asked}?")
 
 
 def load_command(command: str, name: str) -> Callable[..., Any]:

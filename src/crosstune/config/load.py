@@ -236,7 +236,7 @@ def _read_flags(flags: Sequence[str], problems: list[UserError]) -> Given:
     while arguments:
         argument = arguments.pop(0)
         if not argument.startswith("--") or argument == "--":
-            do = END_WITH_BACKSLASH if follows_backslash(argument) else "options look like --name value"
+            do = END_WITH_BACKSLASH if follows_backslash(argument) else _flag_for(argument)
             problems.append(UserError(f"Unexpected argument {shown(argument)}.", do=do))
             continue
         key, equals, text = argument[2:].partition("=")
@@ -247,6 +247,19 @@ def _read_flags(flags: Sequence[str], problems: list[UserError]) -> Given:
         flag = f"flag --{key}"
         _add(given, problems, key=name, raw=value, where=flag, source=flag, section=section, is_flag=True)
     return given
+
+
+def _flag_for(argument: str) -> str:
+    """Return the advice for an argument without a flag: the flag that its ending belongs to, or the form of all flags."""
+    flags = {
+        ".jsonl .json .csv .tsv .parquet .txt": "--dataset",
+        ".yaml .yml": "--config",
+        ".gguf": "--model_name",
+    }
+    for endings, flag in flags.items():
+        if argument.lower().endswith(tuple(endings.split())):
+            return f"did you mean {flag} {shown(argument)[1:-1]}?"
+    return "options look like --name value"
 
 
 def _add(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field
 from enum import Enum, Flag, auto
 from typing import Any, Union
@@ -98,6 +98,8 @@ class Option:
     """Separator of key and value if files and Python may pass a mapping, "" if only a list; None if neither. Items are
     joined with commas."""
     all_choices: Choices | None = None
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """What to write for a value that is no choice, such as --recipe dpo."""
     auto: int | None = None
     """Value that represents the word `auto`, outside the bounds; None if the word is not accepted."""
 

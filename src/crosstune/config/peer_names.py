@@ -148,6 +148,17 @@ _MASKING = "loss is computed on answers only; --train_on_prompt computes it on p
 
 DIFFERENT: Mapping[str, str] = _by_name(
     {
+        "steps": "--max_steps N",
+        "gpus num_gpus n_gpus": "--world_size N; CUDA_VISIBLE_DEVICES chooses the devices",
+        "gpu cuda": "--backend cuda; CUDA_VISIBLE_DEVICES chooses the devices",
+        "r": "--lora_rank N",
+        "model_path model_dir": "--model_name takes a folder, a .gguf file, a hub id or a bundled name",
+        "data_path train_file train_data": "--dataset takes a file, a folder, a hub id or a known name",
+        "grad_accum": "--gradient_accumulation_steps N",
+        "bs": "--batch_size N",
+        "wandb": "--log_to wandb",
+        "out": "--output_dir for the parent of the run folders, and --name for the run",
+        "eval_every": "--eval_steps N",
         "load_in_4bit": "--train_type qlora trains adapters on a 4-bit base",
         "load_in_8bit": "--train_type qlora --n_bits 8 trains adapters on an 8-bit base",
         "load_in_16bit": f"--precision bf16 or fp16; {_AUTO_PRECISION}",

@@ -34,7 +34,8 @@ def convert_value(option: Option, raw: Any, source: str) -> Any:
     value = _convert(option, raw, source)
     choices = option.choices
     if choices is not None and value not in choices:
-        hint = did_you_mean(str(value), choices)
+        known = option.instead.get(str(value).lower())
+        hint = f"use {known}. " if known else did_you_mean(str(value), choices)
         raise _refused(option, value, source, do=f"{hint}Choices: {', '.join(choices)}.")
     if option.high is not None and not option.low <= value <= option.high:
         rounded = isinstance(raw, str) and option.type is int and not _INTEGER.fullmatch(raw.strip())

@@ -133,7 +133,7 @@ _WARNINGS = {
     "a --chat_template whose generation prompt does not open the reasoning",
     "cut_examples": "{cut_examples:,} of {examples:,} examples are cut, by {cut_tokens:,} tokens in total",
     "dropped_examples": "{dropped_examples:,} examples are longer than the context and are skipped",
-    "bad_rows": "{bad_rows:,} rows cannot be read and are skipped",
+    "bad_rows": "{bad_rows:,} rows cannot be read; --skip_bad_rows leaves them out",
     "duplicates": "{duplicates:,} of {examples:,} examples are duplicates{dedup}",
     "unused_columns": "columns that are not read: {unused_columns}",
     "ignored_by_template": "this model's chat template ignores {ignored_by_template}: nothing is learned from it",
@@ -241,7 +241,7 @@ def summarize_corpus(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
         "example": {
             "row": int(example.index) + 1,
             "tokens": len(example.tokens),
-            "pieces": [{"text": text, "supervised": counts} for text, counts in _cut(pieces)],
+            "pieces": [{"text": text, "supervised": counts} for text, counts in cut_middle(pieces)],
         },
     }
 
@@ -273,15 +273,15 @@ def marked_pieces(example: Example, tokenizer: Tokenizer) -> list[tuple[str, boo
     return pieces
 
 
-def _cut(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Omit the middle of an example that is too long for a page."""
-    total, half = sum(len(text) for text, _ in pieces), MAX_CHARACTERS // 2
-    if total <= MAX_CHARACTERS:
+def cut_middle(pieces: list[tuple[str, bool]], *, limit: int = MAX_CHARACTERS) -> list[tuple[str, bool]]:
+    """Omit the middle of an example that is too long to be shown."""
+    total, half = sum(len(text) for text, _ in pieces), limit // 2
+    if total <= limit:
         return pieces
     head, tail, start = [], [], 0
     for text, supervised in pieces:
         head.append((text[: max(0, half - start)], supervised))
         tail.append((text[max(0, total - half - start) :], supervised))
         start += len(text)
-    middle = (f" … [{total - MAX_CHARACTERS:,} more characters] … ", False)
+    middle = (f" … [{total - limit:,} more characters] … ", False)
     return [piece for piece in (*head, middle, *tail) if piece[0]]

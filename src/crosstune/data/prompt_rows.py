@@ -84,7 +84,7 @@ def read_prompt_rows(config: Config, read: ReadRow[T], *, targets: Collection[st
     if evaluates and train and not held_out:
         train, held_out = _hold_out(train, config)
         found.notes.append(
-            f"{num_rows(held_out)} rows are held out, with all rows of their prompts"
+            f"rows held out, with all rows of their prompts: {num_rows(held_out):,}"
             if held_out
             else "no rows are held out, so nothing is evaluated: every prompt has more rows than --eval_fraction and "
             "--eval_samples allow; raise them, or pass --eval_dataset"

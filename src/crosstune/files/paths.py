@@ -8,6 +8,7 @@ from pathlib import Path
 
 from crosstune.core.errors import UserError
 from crosstune.core.names import nearest
+from crosstune.files.plain_files import kind_of
 
 CACHE_VARIABLE = "CROSSTUNE_CACHE"
 RUNS = "runs"
@@ -68,9 +69,12 @@ def named_run(target: str, *, parent: str | Path = RUNS) -> str:
 
 def missing_run(target: str | Path) -> UserError:
     """Return the error for a run that does not exist."""
+    path = Path(target).expanduser().absolute()
     return UserError(
         f"There is no run {target}.",
-        why=f"{Path(target).expanduser().absolute()} does not exist.",
+        why=f"{path} is {kind_of(path)}, not a folder."
+        if os.path.lexists(path)
+        else f"{path} does not exist.",
         do=what_runs_exist(target),
     )
 

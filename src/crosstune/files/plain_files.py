@@ -164,6 +164,15 @@ def room_advice(full: str | None, other: str) -> str:
     return other if full is None else f"free some space, or {other}"
 
 
+def resume_advice(error: BaseException) -> str:
+    """Return what to do about a run that could not write a file."""
+    is_limit = getattr(error, "errno", None) == errno.EFBIG
+    repair = (
+        "raise the limit on the size of a file (ulimit -f)" if is_limit else "free space or repair the disk"
+    )
+    return f"{repair}, then run it again with --resume auto"
+
+
 def readable_bytes(count: int) -> str:
     """Format a size for display."""
     if count >= 10e9:

@@ -13,7 +13,14 @@ from crosstune.core.events import Event, StepMetrics, Warned
 from crosstune.core.safe_text import redact_values
 from crosstune.files.atomic_files import clear_leftovers, set_aside, write_text
 from crosstune.files.json_files import finite, read_json, read_jsonl, to_json, write_json
-from crosstune.files.plain_files import NO_ROOM, MissingFile, free_space, open_plain, readable_bytes
+from crosstune.files.plain_files import (
+    NO_ROOM,
+    MissingFile,
+    free_space,
+    open_plain,
+    readable_bytes,
+    resume_advice,
+)
 from crosstune.files.run_lock import writing
 
 JUDGE_METRICS, JUDGE_PREDICTIONS = "test_metrics.json", "test_predictions.json"
@@ -103,7 +110,7 @@ class RecordFailed(UserError):
         super().__init__(
             f"The record of the run could not be written: {path}.",
             why=f"{error.strerror or error}{room}. The checkpoints are unchanged.",
-            do="free space or repair the disk, then run it again with --resume auto",
+            do=resume_advice(error),
         )
 
 

@@ -82,9 +82,9 @@ class Training:
     group: Group = field(default_factory=SingleProcess)
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
     extension: Extension | None = None
+    evaluates_first: bool = False
     profile: StepProfile | None = None
-    _warned_of: str = ""
-    """The evaluation problem reported last."""
+    _reported_problem: str = ""
 
     def run(self) -> None:
         """Run the remaining steps; a stop writes a checkpoint. The progress is always up to date."""
@@ -126,8 +126,10 @@ class Training:
         if not progress.steps:
             progress.eval_before = self._evaluate(when="before")
         self.observer.on_event(TrainingStarted(num_steps=num_steps, done=progress.steps))
-        if progress.steps not in progress.evaluations:
-            self._evaluate_if_due(num_steps)  # the run was stopped between a step and its evaluation
+        if (
+            progress.steps not in progress.evaluations
+        ):  # the run was stopped between a step and its evaluation
+            self._evaluate_if_due(num_steps, is_due=self.evaluates_first)
         with contextlib.closing(self.profile) if self.profile is not None else contextlib.nullcontext():
             self._take_steps(num_steps)
         self.observer.on_event(TrainingEnded(steps=progress.steps))
@@ -211,9 +213,9 @@ class Training:
             self.save()
         self._evaluate_if_due(num_steps)
 
-    def _evaluate_if_due(self, num_steps: int) -> None:
+    def _evaluate_if_due(self, num_steps: int, *, is_due: bool = False) -> None:
         every, done = self.config.eval_steps, self.progress.steps
-        if every and done and done % every == 0 and done < num_steps:
+        if 0 < done < num_steps and (is_due or (every and done % every == 0)):
             self._evaluate(when="during")
 
     @contextlib.contextmanager
@@ -385,9 +387,9 @@ class Training:
         if isinstance(self.recipe, GivesVerdicts):
             self._give_verdicts(self.recipe.judge_evaluation(self.progress.eval_metrics))
         word, message = evaluation_warning(self.progress.evaluations)
-        if word and word != self._warned_of:
+        if word and word != self._reported_problem:
             self.observer.on_event(Warned(message=message, step=step))
-        self._warned_of = word
+        self._reported_problem = word
 
     def _give_verdicts(self, found: Mapping[str, str]) -> None:
         known = self.progress.verdicts

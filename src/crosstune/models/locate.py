@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from crosstune.core.names import did_you_mean
 from crosstune.estimate.model_shape import ModelShape
 from crosstune.files.hub_connection import WAIT_S, offline_if_unreachable
 from crosstune.files.paths import near_path_hint
+from crosstune.files.plain_files import kind_of
 from crosstune.models.bundled import BUNDLED, install_bundled
 from crosstune.models.cache import cache_root, check, install
 from crosstune.models.file_hashes import check_checksums, sha256_of
@@ -320,9 +322,9 @@ def _source(name: str) -> Source:
         if not path.is_file():
             raise UserError(f"There is no file {path}.", do="check the path of the GGUF file")
         return "gguf"
-    if path.is_file():
+    if os.path.lexists(path):
         raise UserError(
-            f"{path} is a file, not a model.",
+            f"{path} is {kind_of(path)}, not a model.",
             why="a model is a folder with config.json, *.safetensors and a tokenizer, or a .gguf file.",
             do=f"specify the folder instead: {path.parent}",
         )

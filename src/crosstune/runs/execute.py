@@ -237,6 +237,7 @@ class Execution:
             group=self.group,
             scale=self.scale,
             extension=self.prepared.extension,
+            evaluates_first=self._extends(),
             profile=profile,
         )
         try:
@@ -281,6 +282,13 @@ class Execution:
         """Write to a different folder from now on, and stop: the run's lock does not apply there."""
         self.record.folder, self.checkpoints.root = folder, folder / CHECKPOINTS
         self.stop.request("the loss of its folder")
+
+    def _extends(self) -> bool:
+        """Return True for a finished run with more steps: its last checkpoint, which may stay the best, precedes its evaluation."""
+        if self.point is None:
+            return False
+        planned = self.point.manifest.schedule.get("num_steps")
+        return planned is not None and planned <= self.point.step
 
     def _save_last(self) -> None:
         """Save the last step unless a checkpoint has it; report a failure without aborting the run."""

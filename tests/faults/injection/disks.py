@@ -157,7 +157,7 @@ def _small_disk(bench: Bench, method: str, folder: Path, *, share: float, checke
     need = sum(_pages(path.stat().st_size) for path in newest[1].iterdir())
     room = used + _LOG_BYTES + int(share * need)
     if not checked:
-        write._check_room = lambda root, need: None  # type: ignore[assignment]
+        write.check_room = lambda root, need: None  # type: ignore[assignment, misc]
     _mount("tmpfs", folder.parent, "tmpfs", 0, f"size={_pages(room)}")
     shutil.copytree(bench.halfway(method), folder, symlinks=True)
 

@@ -299,7 +299,8 @@ ROOM = ("disk", "No space left", "File too large", "space")
 
 
 def _may_stay(path: Path, writer: Writer) -> bool:
-    if ".locks" in path.parts or path.parts[:2] == ("cache", "hashes"):
+    small = ("hashes", "tokenizers", "templates")  # what was found out about files, for the next command
+    if ".locks" in path.parts or (path.parts[0] == "cache" and path.parts[1] in small):
         return True
     return not _is_hidden(path) and any(fnmatch(path.as_posix(), each) for each in writer.keeps)
 

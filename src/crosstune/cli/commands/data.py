@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from crosstune.recipes.rl.recipe import RlRecipe
     from crosstune.recipes.sft import SftRecipe
 
+_CHARACTERS_SHOWN = 1600
+"""Of an example; --json has all of it."""
 _LINES_SHOWN = 10
 """Bad rows with the same reason whose lines are listed."""
 
@@ -84,7 +86,7 @@ def run(words: Sequence[str]) -> int:
     report = recipe.describe()
     marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() and not own.json else ("[[", "]]")
     examples = [_example(recipe, place) for place in range(min(own.show, len(recipe.train)))]
-    shown = ["\n".join(_show(example, recipe.tokenizer, *marks)) for example in examples]
+    shown = ["\n".join(_show(example, recipe.tokenizer, *marks, whole=own.json)) for example in examples]
     pieces = [_pieces(example, recipe.tokenizer) for example in examples] if own.json else []
     lines = ((line, WARNING if line.startswith("warning") else None) for line in report_lines(report))
     bad = [json.loads(row) for row in recipe.skipped_rows()]
@@ -139,12 +141,12 @@ def _example(recipe: SftRecipe | PreferenceRecipe | RlRecipe, place: int) -> Any
     return recipe.train[place] if recipe.config.recipe != "rl" else recipe.example(place)  # type: ignore[union-attr]
 
 
-def _show(example: Any, tokenizer: Any, begin: str, end: str) -> Iterator[str]:
+def _show(example: Any, tokenizer: Any, begin: str, end: str, *, whole: bool) -> Iterator[str]:
     """Yield the text of an example; for a preference, the label, lengths and text of each answer."""
     for name, answer in _answers(example):
         if name:
             yield f"{name}: {len(answer.tokens):,} tokens, {int(answer.supervised.sum()):,} in the answer"
-        yield mark_supervised(answer, tokenizer, begin, end)
+        yield mark_supervised(answer, tokenizer, begin, end, whole=whole)
 
 
 def _answers(example: Any) -> list[tuple[str, Any]]:
@@ -234,9 +236,13 @@ def _account(rows: Mapping[str, int]) -> str:
     return f"{rows['read']:,} read = {' + '.join(parts)}"
 
 
-def mark_supervised(example: Any, tokenizer: Any, begin: str, end: str) -> str:
-    """Return the text of an example, escaped, with supervised spans marked."""
-    from crosstune.data.preflight import marked_pieces
+def mark_supervised(example: Any, tokenizer: Any, begin: str, end: str, *, whole: bool) -> str:
+    """Return the text of an example, escaped, with supervised spans marked; without its middle unless it is short or `whole`."""
+    from crosstune.data.preflight import cut_middle, marked_pieces
 
-    pieces = [(printable(text), counts) for text, counts in marked_pieces(example, tokenizer)]
+    shown = marked_pieces(example, tokenizer)
+    pieces = [
+        (printable(text), counts)
+        for text, counts in (shown if whole else cut_middle(shown, limit=_CHARACTERS_SHOWN))
+    ]
     return "".join(f"{begin}{text}{end}" if counts else text for text, counts in pieces)

@@ -59,7 +59,8 @@ def _started(event: Started) -> Lines:
     parts = [show_examples(event.data) or "0 examples"]
     if "tokens" in train:  # the examples of some recipes are not tokens
         parts.append(f"{count(train['tokens'])} tokens")
-        parts.append(f"{count(train.get('supervised_tokens', 0))} supervised")
+        if supervised := train.get("supervised_tokens"):  # prompts have none
+            parts.append(f"{count(supervised)} supervised")
         parts.append(f"longest {train.get('longest', 0)}")
     yield f"data     {event.data.get('dataset')}: {', '.join(parts)}", None
     for sentence in event.data.get("notes", ()):

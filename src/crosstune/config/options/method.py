@@ -13,6 +13,7 @@ from crosstune.config.conditions import (
     DOUBLE_QUANT,
     FP8_BASE,
     LLAMA_PRO,
+    LOSSES,
     MLX_ENGINE,
     QUANTIZED_BASE,
     QUANTIZING_TRAIN_TYPE,
@@ -23,6 +24,7 @@ from crosstune.config.conditions import (
     TRAIN_TYPE_PARTS,
 )
 from crosstune.config.option import OnResume, StringKind, option
+from crosstune.config.options.rl import RL_LOSSES
 from crosstune.core.names import plugin_names
 from crosstune.core.quantization import quantizer_names
 
@@ -64,7 +66,13 @@ def _quantizer_names() -> Sequence[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions:
-    recipe: str = option("sft", "Kind of training", choices=partial(plugin_names, "crosstune.recipes"))
+    recipe: str = option(
+        "sft",
+        "Kind of training",
+        choices=partial(plugin_names, "crosstune.recipes"),
+        instead={name: f"--recipe preference --preference_loss {name}" for name in LOSSES}
+        | {name: f"--recipe rl --rl_loss {name}" for name in RL_LOSSES},
+    )
     train_type: str = option(
         "lora",
         "Training method; qlora and types with bnb or hqq in their name quantize the frozen base; llama_pro needs torch",

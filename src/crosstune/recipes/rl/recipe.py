@@ -325,7 +325,7 @@ class RlRecipe:
         if data.num_too_long and not self.stops_at_long:
             warnings.append(f"prompts that leave no room for an answer and are left out: {data.num_too_long}")
         if data.skipped:
-            warnings.append(f"{len(data.skipped)} rows cannot be read and are skipped")
+            warnings.append(f"{len(data.skipped)} rows cannot be read; --skip_bad_rows leaves them out")
         if not self.held_out and not config.skip_eval and config.eval_samples:
             warnings.append(
                 "nothing is evaluated: the data is too small to hold out prompts; pass --eval_dataset"

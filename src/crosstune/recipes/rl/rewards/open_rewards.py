@@ -18,6 +18,7 @@ from crosstune.config.load import reward_key
 from crosstune.config.option import parse_duration
 from crosstune.config.options.rewards import FUNCTION, OF_COLUMNS, RewardSpec
 from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, RewardPrinted, Warned
 from crosstune.core.rewards import ScoredAnswer
 from crosstune.recipes.rl.rewards.answer_checks import CheckReward, Reward
@@ -35,6 +36,8 @@ WATCH = "watch/"
 """Beginning of the name of a judge that only observes."""
 _BY_ARGUMENT = (*OF_COLUMNS, "regex", "length", "tags")
 """The kinds whose argument determines the score, and is no file or address."""
+_ENOUGH_FAILURES = 32
+"""Failures without any score that stop a run."""
 _FIRST_WARNINGS = 3
 """Failures that are warned about one by one; after them, those with the numbers 10, 100, ..."""
 
@@ -50,7 +53,7 @@ class NamedReward:
     _num_problems: int = field(default=0, init=False)
 
     def score(self, answers: Sequence[ScoredAnswer]) -> list[float]:
-        """Return the scores, nan for a failure, which is counted and warned about."""
+        """Return the scores, nan for a failure, which is counted and warned about; raise if all scores fail."""
         found = self.reward.score(answers)
         if self.spec.kind in OF_COLUMNS:
             column = self.spec.argument
@@ -61,6 +64,12 @@ class NamedReward:
         problems = [one for one in found if isinstance(one, str)]
         self.num_scored += len(found)
         self.num_failed += len(problems)
+        if self.spec.weight and self.num_failed == self.num_scored >= _ENOUGH_FAILURES:
+            raise UserError(
+                f"The reward {self.name} failed for all {self.num_failed} answers so far.",
+                why=f"{problems[0]}.",
+                do="correct it, or remove it from --reward: nothing can be learned from it",
+            )
         if problems:
             self._warn(problems[0], len(problems), len(found))
         return [np.nan if one is None or isinstance(one, str) else float(one) for one in found]
