@@ -273,4 +273,4 @@ def test_a_check_names_the_row_that_is_no_pair(home: Path, tmp_path: Path, capsy
         said = capsys.readouterr().err
         assert why in said and "--preference_loss" not in said
     assert main(["pairs", "check", str(pairs), "--judge", f"{home}/judges.py:short", "--num", "3"]) == 2
-    assert "check does not accept --num" in capsys.readouterr().err
+    assert "--num is for make" in capsys.readouterr().err

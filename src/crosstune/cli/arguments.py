@@ -96,7 +96,7 @@ class ActionParser(Parser):
         """Raise a UserError for an option of a different action."""
         for name, actions in self.actions_of.items():
             if own.action not in actions and getattr(own, name) != self.get_default(name):
-                self.error(f"{own.action} does not accept --{name}: it is for {', '.join(actions)}")
+                self.error(f"--{name} is for {', '.join(actions)}; {own.action} does not accept it")
 
 
 def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, Config]:
