@@ -160,7 +160,7 @@ def test_pairs_of_another_encoder_are_refused(
         (["decode", "PAIRS", "--text", "a"], "contains no trained latent-diffusion model"),
         (["encode", "RUN", "--text", " ".join(["cat"] * 13)], "the model reads 1 to 12"),
         (["encode", "RUN", "--text", "the cat", "--out", "RUN"], "it is a folder"),
-        (["decode", "RUN", "--text", "a", "--crops", "2"], "decode does not accept --crops"),
+        (["decode", "RUN", "--text", "a", "--crops", "2"], "decode does not accept it"),
         (["decode", "RUN", "--text", "a", "--device", "cuda:99"], "There is no device 'cuda:99'"),
         (["sample", "NOWHERE"], "There is no run NOWHERE"),
         (["build", "grammar", "--out", "OUT", "--crops", "2"], "a span of a text needs a vector of its own"),
