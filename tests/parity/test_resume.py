@@ -248,7 +248,7 @@ def test_a_finished_run_is_left_as_it_is_and_can_be_made_longer(bench: Bench, st
 
 def test_an_extended_run_keeps_the_evaluation_of_its_former_end(bench: Bench) -> None:
     """It may have the best weights."""
-    folder, asked = bench.home / "evaluated", {"skip_eval": False, "num_samples": 0}
+    folder, asked = bench.home / "extended-evaluated", {"skip_eval": False, "num_samples": 0}
     before = run(bench, "lora", folder, **asked).summary["evaluations"]
     assert before.keys() == {"0", str(NUM_STEPS)}
     asked |= {"resume": "auto", "lr": 100.0, "max_steps": NUM_STEPS + 2}
