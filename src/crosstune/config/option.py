@@ -99,7 +99,7 @@ class Option:
     joined with commas."""
     all_choices: Choices | None = None
     instead: Mapping[str, str] = field(default_factory=dict)
-    """What to write for a value that is no choice, such as --recipe dpo."""
+    """Advice for values that are no choice, such as --recipe dpo."""
     auto: int | None = None
     """Value that represents the word `auto`, outside the bounds; None if the word is not accepted."""
 

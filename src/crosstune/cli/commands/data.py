@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from crosstune.recipes.sft import SftRecipe
 
 _CHARACTERS_SHOWN = 1600
-"""Of an example; --json has all of it."""
+"""Maximum length of an example in the report; --json has all of it."""
 _LINES_SHOWN = 10
 """Bad rows with the same reason whose lines are listed."""
 

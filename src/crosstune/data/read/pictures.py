@@ -49,7 +49,7 @@ class Picture:
     width: int
     height: int
     sha256: str
-    """Of the file's contents."""
+    """Hash of the file's contents."""
     path: str = ""
     data: str = ""
     """The contents in base64, if the row has them."""

@@ -74,7 +74,7 @@ class Tokenizer:
     data_rules: int = 4
     """The version of the rules that tokenize training rows: the value of --data_rules."""
     vision: Vision | None = None
-    """How the model reads pictures."""
+    """The settings for pictures; None if the model reads text only."""
     why_no_pictures: str = "this recipe reads text only"
     """Empty if pictures are read."""
     reads_parts: bool = False

@@ -20,7 +20,7 @@ from typing import Any
 
 Function = Callable[..., Any]
 _LARGEST = 3.4e38
-"""Of a score: scores are stored in float32."""
+"""The largest score: scores are stored in float32."""
 _MAX_PRINTED = 2000
 """Characters of a call's output that are returned."""
 
