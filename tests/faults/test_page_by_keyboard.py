@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from report_runs import make_run
-from test_page_in_a_browser import Browser, browser, page  # noqa: F401
+from test_page_in_a_browser import Browser, browser, page, pytestmark  # noqa: F401
 
-pytestmark = pytest.mark.slow
 keys = pytest.importorskip("selenium.webdriver.common.keys", reason="selenium is not installed").Keys
 chains = pytest.importorskip("selenium.webdriver.common.action_chains")
 

@@ -284,8 +284,8 @@ class Execution:
         self.stop.request("the loss of its folder")
 
     def _extends(self) -> bool:
-        """Return True for a finished run with more steps: its last checkpoint, which may stay the best, precedes its evaluation."""
-        if self.point is None:
+        """Return True for a finished run with evaluations and more steps: its last checkpoint, which may stay the best, precedes its last evaluation."""
+        if self.point is None or not self.progress.eval_metrics:
             return False
         planned = self.point.manifest.schedule.get("num_steps")
         return planned is not None and planned <= self.point.step
