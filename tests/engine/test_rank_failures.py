@@ -144,7 +144,7 @@ def after_two(self, batches):
 TorchSession.evaluate = after_two
 error = failing("memory", OutOfMemory if first else PeerLost, skip_eval=False, eval_steps=1, result="last", max_new_tokens=1)
 if first:
-    assert "a test" in str(error) and "sharded model" in str(error) and error.exit_code == 2, error
+    assert "a test" in str(error) and "wait in this pass" in str(error) and error.exit_code == 2, error
 else:
     assert "imed out" not in str(error), error
 """
