@@ -365,7 +365,7 @@ class GeneratesBatches(Recipe, Protocol):
         """Return the metrics of the last generated batches, for metrics.jsonl: rewards, lengths, seconds."""
 
     def carried_state(self) -> Mapping[str, Array]:
-        """Return the arrays that the next steps need besides the weights, for a checkpoint; equal on all ranks."""
+        """Return the arrays, apart from the weights, that the next steps need, for a checkpoint; equal on all ranks."""
 
     def carry_on(self, state: Mapping[str, Array], *, step: int) -> None:
         """Load the arrays of a checkpoint that was written after `step` steps; empty in one by an earlier version."""

@@ -44,7 +44,7 @@ class Given:
     value: Any
     line: int | None = None
     expression: str = ""
-    """The Python code of a value that only running it would compute."""
+    """The Python code of a value that is known only at run time."""
 
 
 def read_given(path: Path, *, sections: Iterable[str]) -> list[Given]:

@@ -166,7 +166,8 @@ def _several(request: Request) -> list[str]:
 
 
 class _Streams:
-    """The open streams of events. With many, each is slower: a training on this machine does not feel them."""
+    """The open streams of events. With many of them, each polls less often, so that training on this machine is not slowed
+    down."""
 
     def __init__(self, is_ending: Callable[[], bool]) -> None:
         self.num_open, self.is_ending = 0, is_ending

@@ -24,7 +24,7 @@ _SHOWN_TOKENS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """The teacher of a run. Its folder is looked up when it is needed: a run with stored distributions needs none."""
+    """The teacher of a run. Its folder is located on first use: a run with stored distributions does not need it."""
 
     config: Config
     student: Path
@@ -81,7 +81,7 @@ class Teacher:
         return teaches_by_base(plan.config.options(), is_student=True) and self.is_student
 
     def check_tokens(self, tokenizer: Tokenizer) -> None:
-        """Raise unless the tokens of the teacher are those of the student, which `tokenizer` has."""
+        """Raise unless the teacher has the tokens of the student's `tokenizer`."""
         theirs = self.tokenizer
         own, others = (each.rust.get_vocab(with_added_tokens=True) for each in (tokenizer, theirs))
         kinds = {

@@ -78,7 +78,6 @@ class RlRecipe:
         self.train, self.held_out = self.data.train, self.data.held_out
         self._rewards: Rewards | None = None
         self._rollouts: Rollouts | None = None
-        self._carried_rewards = ""
 
     def configure(self, config: Config) -> None:
         self.config = config

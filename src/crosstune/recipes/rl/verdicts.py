@@ -14,7 +14,7 @@ from crosstune.core.intervals import Z95
 from crosstune.core.protocols import Metrics
 
 RECENT_STEPS = 8
-"""Steps that are averaged, at the start of a run and now."""
+"""Number of steps that are averaged, at the start of a run and at its current end."""
 COLLAPSED = 0.1
 """Fraction of its start value below which the entropy counts as collapsed, if it is also below `LOW_ENTROPY`."""
 LOW_ENTROPY = 0.1
