@@ -186,17 +186,8 @@ class Generates(Protocol):
     counts the equal prompts of earlier calls.
     """
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        stop_ids: Sequence[int] = (),
-        sampling: Sampling = GREEDY,
-        earlier: Earlier | None = None,
-        on_token: Callable[[int], None] | None = None,
-    ) -> list[list[int]]:
-        """Return the tokens of `sample` without stop tokens."""
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+        """Return the tokens of `sample`, called with the same options, without stop tokens."""
 
     def sample(
         self,

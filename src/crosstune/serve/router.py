@@ -103,7 +103,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if self.path.isascii() and self.path.isprintable():
                 return True
         self.close_connection = True
-        self._refuse(400, "The address of the request is damaged.")
+        self._refuse(400, "The address of the request is malformed.")
         return False
 
     def do_GET(self) -> None:

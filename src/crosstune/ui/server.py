@@ -217,7 +217,7 @@ def _models(jobs: Jobs, name: str) -> dict[str, Any]:
             server.request("GET", "/v1/models")
             names = [str(each["id"]) for each in json.loads(server.getresponse().read())["data"]]
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-            raise UserError("The server of the models does not answer.", why=str(error)) from error
+            raise UserError("The model server does not answer.", why=str(error)) from error
         finally:
             server.close()
     return {"job": job, "models": names}

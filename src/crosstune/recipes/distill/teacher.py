@@ -87,7 +87,7 @@ class Teacher:
         kinds = {
             "only the student has": sorted(own.keys() - others.keys(), key=own.__getitem__),
             "only the teacher has": sorted(others.keys() - own.keys(), key=others.__getitem__),
-            "other numbers have": [
+            "different ids have": [
                 token for token, number in own.items() if others.get(token, number) != number
             ],
         }
@@ -98,7 +98,7 @@ class Teacher:
         ]
         if found:
             raise UserError(
-                f"The teacher {self.name} has other tokens than the student.",
+                f"The teacher {self.name} does not have the tokens of the student.",
                 why=f"their probabilities are compared token by token, and {'; '.join(found)}.",
                 do="remove --add_tokens"
                 if self.config.add_tokens

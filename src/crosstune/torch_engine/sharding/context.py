@@ -91,7 +91,7 @@ class _Gather(torch.autograd.Function):
         pairs = zip(pieces[: part.count], reversed(pieces[part.count :]), strict=True)
         parts = torch.cat([torch.cat(pair, dim=2) for pair in pairs])
         own = parts.new_empty((len(parts) // part.count, *parts.shape[1:]))
-        # Newer versions of torch warn of the older name.
+        # Newer versions of torch deprecate the older name.
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         reduce_scatter(own, parts, group=part.group)
         return own, None
@@ -167,11 +167,9 @@ def check_parts(model: Any, part: RowPart, *, device: torch.device) -> None:
     elif kinds or (not hasattr(config, "layer_types") and getattr(config, "sliding_window", None)):
         why = f"its layers have {', '.join(sorted(kinds)) or 'a sliding window'}, and only plain causal attention is divided"
     elif ropes.get("rope_type") in ("dynamic", "longrope"):
-        why = (
-            f"its rotary positions ({ropes['rope_type']}) depend on the length of the row, which no rank has"
-        )
+        why = f"its rotary positions ({ropes['rope_type']}) depend on the length of the row, which no rank knows"
     elif not _agrees(model, part, device):
-        why = "in a trial, its logits were not those of a whole row: its layers do more along a row than attention"
+        why = "in a trial, its logits differ from a whole row's: a layer other than attention mixes tokens"
     if why:
         raise UserError(
             f"--context_parallel does not work with {type(model).__name__}.", why=f"{why}.", do="remove it"

@@ -43,7 +43,7 @@ class JudgeReward(Reward):
         if self._scorer.compares:
             raise UserError(
                 f"The judge {shown(run)} cannot give rewards.",
-                why="it learned which of two answers is better, and gives a single answer no score.",
+                why="it compares two answers, and cannot score a single one.",
                 do="train one with scores, or a reward model: crosstune judge train --head scalar",
             )
 
