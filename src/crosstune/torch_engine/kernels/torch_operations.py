@@ -13,14 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from crosstune.estimate.fast_layers import LOGITS_IN_CACHE
-from crosstune.torch_engine.kernels.operations import (
-    Heads,
-    Norm,
-    QKNorms,
-    Quantize,
-    Rows,
-    Triple,
-)
+from crosstune.torch_engine.kernels.operations import Heads, Norm, QKNorms, Quantize, Rows, Triple
 from crosstune.torch_engine.quant.fp8 import LARGEST, SMALLEST_AMAX
 
 _aten = torch.ops.aten
