@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from crosstune.data.batches.token_batch import TokenBatch, split_rows
 from crosstune.data.render.rendering import encode_conversation
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.loop.step import LossScale, needs_loss_scale, prepare_window, take_step
+from crosstune.models.weights import read_arrays
 
 FRAMEWORKS = frozenset({"torch", "transformers", "peft", "accelerate", "bitsandbytes", "mlx", "mlx_lm"})
 STORED_FORMS = [
@@ -245,3 +247,21 @@ def tiny_config(family: str, vocab: int) -> Any:
 
 def chat(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def tuned_run(home: Path, model: Path, rows: Sequence[dict[str, str]], *, steps: int) -> Path:
+    """Train an adapter on rows of prompt and completion, on the CPU."""
+    from crosstune.config.load import make_config
+    from crosstune.runs.pipeline import train
+
+    data = home / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = {"model_name": str(model), "dataset": str(data), "output_dir": str(home), "name": "tuned"}
+    asked |= {"backend": "cpu", "precision": "fp32", "train_type": "lora", "lr": 5e-3, "skip_eval": True}
+    return train(make_config(**asked, max_steps=steps)).folder
+
+
+def result_arrays(run: Path) -> dict[str, Any]:
+    """The arrays of a run's result, in fp32."""
+    [file] = [*run.glob("adapter/*.safetensors"), *run.glob("model/*.safetensors")]
+    return {name: np.asarray(array, np.float32) for name, (_, array) in read_arrays(file).items()}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import tuned_run
 
 from crosstune.cli.main import main
 from crosstune.files.journal import Journal
@@ -44,33 +45,11 @@ WORDS = ("red", "green", "blue")
 def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("eval")
     rows = [{"prompt": f"Color {n}?", "completion": WORDS[n % 3]} for n in range(24)]
-    (home / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = [{"question": f"Color {n}?", "label": n % 3, "answer": WORDS[n % 3]} for n in range(24)]
     (home / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
     for name, text in (("colors", CHOICE), ("words", ANSWER)):
         (home / f"{name}.yaml").write_text(text.format(data=home / "tasks.jsonl"))
-    words = [
-        "train",
-        "--model_name",
-        str(tiny_model),
-        "--dataset",
-        str(home / "data.jsonl"),
-        "--backend",
-        "cpu",
-    ]
-    words += [
-        "--train_type",
-        "lora",
-        "--max_steps",
-        "40",
-        "--lr",
-        "5e-3",
-        "--precision",
-        "fp32",
-        "--skip_eval",
-    ]
-    assert main([*words, "--output_dir", str(home), "--name", "tuned"]) == 0
-    return home / "tuned"
+    return tuned_run(home, tiny_model, rows, steps=40)
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[tuple[str, ...], dict[str, Any]]:

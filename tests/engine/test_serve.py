@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import warm
+from support import tuned_run
 
 from crosstune.cli.main import main
 
@@ -65,30 +66,9 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A run of a few steps and its base model, served together."""
     home = tmp_path_factory.mktemp("serve")
     rows = [{"prompt": prompt, "completion": f"{prompt[:-1].lower()} now"} for prompt in PROMPTS]
-    (home / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [
-        "train",
-        "--model_name",
-        str(tiny_model),
-        "--dataset",
-        str(home / "data.jsonl"),
-        "--backend",
-        "cpu",
-    ]
-    words += [
-        "--train_type",
-        "lora",
-        "--max_steps",
-        "60",
-        "--lr",
-        "5e-3",
-        "--precision",
-        "fp32",
-        "--skip_eval",
-    ]
-    assert main([*words, "--output_dir", str(home), "--name", "tuned", "--json"]) == 0
+    run = tuned_run(home, tiny_model, rows, steps=60)
     variables = {"CROSSTUNE_CACHE": str(home / "cache")}
-    served = start(home / "tuned", tiny_model, variables)
+    served = start(run, tiny_model, variables)
     try:
         yield served
     finally:

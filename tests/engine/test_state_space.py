@@ -61,8 +61,17 @@ def test_chunks_equal_the_definition(length: int, num_groups: int) -> None:
         assert (ours - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("family", ["granitemoehybrid", "nemotron_h", "falcon_h1"])
-def test_layers_use_it(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "operator"),
+    [
+        ("granitemoehybrid", "aten::addcmul"),
+        ("nemotron_h", "aten::addcmul"),
+        ("falcon_h1", "aten::addcmul"),
+        ("qwen3_5", "aten::baddbmm"),
+        ("qwen3_next", "aten::baddbmm"),
+    ],
+)
+def test_layers_of_one_model_use_our_scans(family: str, operator: str) -> None:
     changed, other = (AutoModelForCausalLM.from_config(tiny_config(family, 64)).eval() for _ in range(2))
     other.load_state_dict(changed.state_dict())
     use_chunked_scans(changed)
@@ -75,4 +84,4 @@ def test_layers_use_it(family: str) -> None:
         return logits
 
     torch.testing.assert_close(watch(changed), watch(other), rtol=1e-5, atol=1e-6)
-    assert "aten::addcmul" in seen[0] - seen[1], "ours alone computes the states so"
+    assert operator in seen[0] - seen[1], "only ours computes the states so"

@@ -154,9 +154,9 @@ def test_metrics_are_sums_over_their_own_weights(backend: str) -> None:
 def test_sums_of_metrics_are_counted_exactly() -> None:
     import torch
 
-    from crosstune.torch_engine.session.metric_totals import MetricTotals
+    from crosstune.torch_engine.session.metric_totals import DeviceTotals
 
-    totals = MetricTotals(["one"])
+    totals = DeviceTotals(["one"])
     for _ in range(1000):
         totals.add({"one": (torch.ones((), dtype=torch.bfloat16), 1)})
     assert totals.means() == {"one": 1.0}

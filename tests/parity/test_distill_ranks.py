@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import run_ranks
-from support import assert_close_after_adam, chat
+from support import assert_close_after_adam, chat, result_arrays
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.events import Observers
 from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.models.tiny import tiny_model
-from crosstune.models.weights import read_arrays
 from crosstune.runs.move import move
 from crosstune.runs.pipeline import train
 
@@ -53,11 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def result(run: Path) -> dict[str, np.ndarray]:
-    [file] = [*run.glob("adapter/*.safetensors"), *run.glob("model/*.safetensors")]
-    return {name: np.asarray(array, np.float32) for name, (_, array) in read_arrays(file).items()}
-
-
 def assert_same_run(found: Path, expected: Path) -> None:
     rows, wanted = (read_jsonl(run / "metrics.jsonl") for run in (found, expected))
     assert len(rows) == len(wanted) == 2
@@ -67,7 +61,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
         ), f"{found.name} {metric}"
     after = [read_json(run / "summary.json")["eval_after"] for run in (found, expected)]
     assert after[0] == pytest.approx(after[1], rel=CLOSE, abs=CLOSE), found.name
-    assert_close_after_adam(result(found), result(expected), lr=1e-3, num_steps=2)
+    assert_close_after_adam(result_arrays(found), result_arrays(expected), lr=1e-3, num_steps=2)
 
 
 @pytest.mark.slow

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import run_ranks
-from support import assert_close_after_adam
+from support import assert_close_after_adam, result_arrays
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.events import Observers
 from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.models.tiny import tiny_model
-from crosstune.models.weights import read_arrays
 from crosstune.runs.move import move
 from crosstune.runs.pipeline import train
 
@@ -61,11 +60,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def result(run: Path) -> dict[str, np.ndarray]:
-    [file] = [*run.glob("adapter/*.safetensors"), *run.glob("model/*.safetensors")]
-    return {name: np.asarray(array, np.float32) for name, (_, array) in read_arrays(file).items()}
-
-
 def assert_same_run(found: Path, expected: Path, *, steps: int) -> None:
     rows, wanted = (read_jsonl(run / "metrics.jsonl") for run in (found, expected))
     measured = [name for name, value in wanted[0].items() if isinstance(value, float) and "/" in name]
@@ -76,7 +70,7 @@ def assert_same_run(found: Path, expected: Path, *, steps: int) -> None:
         )  # fmt: skip
     after = [read_json(run / "summary.json")["eval_after"] for run in (found, expected)]
     assert after[0] == pytest.approx(after[1], rel=CLOSE, abs=CLOSE), found.name
-    assert_close_after_adam(result(found), result(expected), lr=1e-3, num_steps=steps)
+    assert_close_after_adam(result_arrays(found), result_arrays(expected), lr=1e-3, num_steps=steps)
 
 
 @pytest.mark.slow

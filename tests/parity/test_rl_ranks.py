@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from ranks import run_ranks
 from rewards import use_rewards, vowels
-from support import assert_close_after_adam
+from support import assert_close_after_adam, result_arrays
 
 from crosstune.config.load import make_config
 from crosstune.files.json_files import read_json, read_jsonl
-from crosstune.models.weights import read_arrays
 from crosstune.runs.pipeline import train
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -37,11 +35,6 @@ def options(folder: Path, name: str, world: int, **more: Any) -> dict[str, Any]:
         "rows_per_step": 5, "gradient_accumulation_steps": 1, "num_generations": 3, "max_new_tokens": 6, "lr": 1e-3, "wd": 0.0,
         "max_steps": 3, "eval_samples": 5, "lora_rank": 4, "save_minutes": 0, **more,
     }  # fmt: skip
-
-
-def result(run: Path) -> dict[str, Any]:
-    [file] = run.glob("adapter/*.safetensors")
-    return {name: np.asarray(array, np.float32) for name, (_, array) in read_arrays(file).items()}
 
 
 def test_two_processes_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,4 +67,4 @@ def test_two_processes_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert row["sampling/sampling_logp_difference/max"] < 1e-5
         after = [read_json(folder / "summary.json")["eval_after"] for folder in folders]
         assert after[1] == pytest.approx(after[0], rel=CLOSE, abs=CLOSE)
-        assert_close_after_adam(result(folders[1]), result(folders[0]), lr=1e-3, num_steps=3)
+        assert_close_after_adam(result_arrays(folders[1]), result_arrays(folders[0]), lr=1e-3, num_steps=3)

@@ -144,7 +144,7 @@ _WARNINGS = {
 
 
 def warnings_of(train: dict[str, Any], *, num_shared: int | None = None) -> Sequence[str]:
-    """Return the warnings that the statistics of the training data call for. Without `num_shared`, --dedup has no effect."""
+    """Return warnings based on the statistics of the training data. Without `num_shared`, --dedup has no effect."""
     shown = {name: ", ".join(value) if isinstance(value, list) else value for name, value in train.items()}
     shown |= {"num_shared": num_shared, "dedup": "; --dedup drops them" if num_shared is not None else ""}
     found = [f"{sentence.format_map(shown)}." for name, sentence in _WARNINGS.items() if shown[name]]

@@ -299,7 +299,7 @@ CACHE_SHARE = 0.6
 """The fraction of the memory beside the weights that the caches may use."""
 MOST_ROWS_ON_GPU, MOST_ROWS_ON_CPU = 256, 64
 BANDWIDTH_SHARE = 0.5
-"""Share of the memory bandwidth that decoding reaches, the least that the generator is built for."""
+"""Fraction of the memory bandwidth that decoding reaches at least; the generator is built for this."""
 
 
 @dataclass(frozen=True, kw_only=True)

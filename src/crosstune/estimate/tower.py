@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _TEMPORARY = 3
-"""Tensors as wide as the MLP that a layer holds at once in its forward pass; the norms and attention hold less."""
+"""Number of tensors as wide as the MLP that are in memory at once in a layer's forward pass; the norms and attention need
+less."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -200,7 +200,8 @@ def saved_parameters(model: nn.Module, config: Config, *, adapted: Collection[st
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Return the head's name with that of the embedding whose array it uses, if the model has no head of its own."""
+    """Return the head's name mapped to the embedding's, if the model has no head of its own and reuses the array of its
+    embedding."""
     names = [name for name, _ in model.named_modules()]
     embedding = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     if len(embedding) != 1 or any(is_head(name) for name in names):

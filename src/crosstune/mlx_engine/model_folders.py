@@ -50,7 +50,7 @@ _SPARE_BYTES = 50_000_000
 
 
 def open_folders(plan: Plan | None = None) -> ModelFolders:
-    """Return the operations. They need no plan: MLX has one device, and mlx-lm keeps the stored precision."""
+    """Return the operations. `plan` is not used: MLX has one device, and mlx-lm keeps the stored precision."""
     return MlxFolders()
 
 

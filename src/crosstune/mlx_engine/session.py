@@ -13,7 +13,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from crosstune.core.events import check_known_metrics
 from crosstune.core.out_of_memory import EVALUATING, STEP, UPDATING, OutOfMemory
 from crosstune.core.profiling import BOTH_PASSES, COMMUNICATION, OPTIMIZER, Phase, ProfileSettings, no_phase
 from crosstune.core.protocols import (
@@ -22,7 +21,6 @@ from crosstune.core.protocols import (
     Batch,
     EvalResult,
     Memory,
-    Metrics,
     PreparedBatch,
     SessionState,
 )
@@ -39,7 +37,7 @@ from crosstune.mlx_engine.wrap_call import bad_arrays, watch_outputs
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import changes_to_base, save_adapter
 from crosstune.models.mlx_adapters import to_mlx
-from crosstune.process.ranks import MAXIMUM, mean_metrics
+from crosstune.process.ranks import MetricTotals
 
 RANDOM = "mlx"
 """The key of the random state in a checkpoint."""
@@ -314,25 +312,6 @@ class MlxSession:
         """Seed MLX's global generator for a task that draws from it."""
         high, low = np.array(key).tolist()
         mx.random.seed((high << 32 | low) % 2**63)
-
-
-class MetricTotals:
-    """Sums of a task's metrics and of their weights."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._sums: dict[str, tuple[float, float]] = dict.fromkeys(names, (0.0, 0.0))
-
-    def add(self, sums: MetricSums) -> None:
-        check_known_metrics(sums, self._sums)
-        for name, (total, weight) in sums.items():
-            before, found = self._sums[name], float(total)
-            added = max(before[0], found) if name.endswith(MAXIMUM) else before[0] + found
-            self._sums[name] = (added, before[1] + float(weight))
-
-    def means(self, group: RingGroup | None) -> Metrics:
-        """Return the means across all processes; all have the same metrics."""
-        numbers = [number for pair in self._sums.values() for number in pair]
-        return mean_metrics(list(self._sums), numbers, group)
 
 
 def to_host(array: mx.array) -> Array:

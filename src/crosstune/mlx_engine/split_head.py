@@ -58,7 +58,8 @@ class SplitHead:
 
 
 def split_model(model: Any) -> SplitHead | None:
-    """Split a model after the module that contains its layers; None if a trial shows that the rest mixes positions."""
+    """Split a model after the module that contains its layers; return None if a trial shows that the part after it mixes
+    positions."""
     bodies = [module for name, module in model.named_modules() if name and _holds_layers(module, model)]
     if len(bodies) != 1:
         return None

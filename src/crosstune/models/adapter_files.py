@@ -345,7 +345,7 @@ def copy_template(adapter: Path, model: Path) -> None:
 
 
 def _drop_own_template(folder: Path) -> None:
-    """Remove the template from tokenizer_config.json, where some tools would find it first."""
+    """Remove the template from tokenizer_config.json: some tools would read it before the template file."""
     path = folder / "tokenizer_config.json"
     settings = read_json(path, foreign=True)
     if "chat_template" in settings:

@@ -119,7 +119,7 @@ class Metadata:
         self._path, self._fields, self.tensors = path, reader.fields, reader.tensors
 
     def get(self, key: str, rule: Rule = ANYTHING, default: Any = None) -> Any:
-        """Return a value, or `default` if the key is missing; raise a UserError if it breaks the rule."""
+        """Return a value, or `default` if the key is missing; raise a UserError if the value breaks the rule."""
         value = self._fields[key].contents() if key in self._fields else default
         if not rule.fits(value):
             raise self.unsupported(f"its metadata has {shown(value)} for {key}, which needs {rule.needs}")

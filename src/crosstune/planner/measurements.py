@@ -28,7 +28,7 @@ _ENTRY = object_with({"key": OBJECT, "value": map_of(real()), "time": real()})
 MAX_RUNS = 20
 """The newest runs that count."""
 MIN_SHARE = 1.0
-"""Runs whose tensors need less than this multiple of the framework's overhead are ignored."""
+"""Runs are ignored if their tensors need less than this multiple of the framework's overhead."""
 BOUNDS = (0.5, 2.0)
 """Limits of a correction; a larger deviation has other causes than the size of the step."""
 

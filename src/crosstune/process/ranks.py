@@ -9,7 +9,9 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from crosstune.core.events import check_known_metrics
 
 if TYPE_CHECKING:
     from crosstune.core.protocols import Array
@@ -207,6 +209,35 @@ class SingleProcess(Group):
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
+
+
+class MetricTotals:
+    """Sums of a task's metrics and of their weights, over the batches of a step or an evaluation."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._sums: dict[str, tuple[Any, Any]] = dict.fromkeys(names, (0, 0))
+
+    def add(self, sums: Mapping[str, tuple[Any, Any]]) -> None:
+        check_known_metrics(sums, self._sums)
+        for name, (total, weight) in sums.items():
+            before, found = self._sums[name], self.number(total)
+            added = self.larger(before[0], found) if name.endswith(MAXIMUM) else before[0] + found
+            self._sums[name] = (added, before[1] + self.number(weight))
+
+    def means(self, group: Group | None = None) -> dict[str, float]:
+        """Return the means across all ranks. All ranks have the same metrics."""
+        numbers = self.read([number for pair in self._sums.values() for number in pair])
+        return mean_metrics(list(self._sums), numbers, group)
+
+    def number(self, value: Any) -> Any:
+        """Return a value of the engine as a number to add to a total."""
+        return float(value)
+
+    def larger(self, before: Any, found: Any) -> Any:
+        return max(before, found)
+
+    def read(self, numbers: Sequence[Any]) -> list[float]:
+        return list(numbers)
 
 
 def mean_metrics(names: Sequence[str], numbers: Sequence[float], group: Group | None) -> dict[str, float]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crosstune.config.load import cache_override
 from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec
@@ -76,26 +77,33 @@ class TokenRecipe:
     config: Config
     tokenizer: Tokenizer
     corpus: Corpus
-    """The training examples."""
+    """The tokenized conversations of training."""
+    train: Any
+    """The training examples: the corpus, or groups of its rows, such as pairs."""
     packed: PackedOrder | None = None
     mixture: Mixture | None = None
 
     def configure(self, config: Config) -> None:
         self.config = config
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each training example."""
+        return self.corpus.lengths()
+
     def longest_row(self) -> int:
-        lengths = self.corpus.lengths()
-        return int(lengths.max() if self.packed is None else min(lengths.sum(), self.corpus.limit))
+        lengths = self.lengths
+        return int(lengths.max() if self.packed is None else min(lengths.sum(), self.packed.capacity))
 
     def num_rows(self) -> int:
-        return self.packed.num_rows(1) if self.packed is not None else len(self.corpus)
+        return self.packed.num_rows(1) if self.packed is not None else len(self.train)
 
     def longest_target(self) -> int:
         return int(self.corpus.num_supervised.max()) if self.packed is None else self.longest_row()
 
     def longest_places(self, size: int) -> list[int]:
         """Return the indices of the longest examples, repeated if there are fewer than `size`."""
-        return np.resize(np.argsort(-self.corpus.lengths(), kind="stable"), size).tolist()
+        return np.resize(np.argsort(-self.lengths, kind="stable"), size).tolist()
 
     def fullest_rows(self, size: int) -> list[list[int]]:
         """Return the indices in the fullest packed rows, repeated if there are fewer than `size`."""
@@ -119,7 +127,7 @@ class TokenRecipe:
 
     def _order(self) -> RowOrder:
         return RowOrder.from_config(
-            self.config, num_examples=len(self.corpus), packed=self.packed, mixture=self.mixture
+            self.config, num_examples=len(self.train), packed=self.packed, mixture=self.mixture
         )
 
     def describe_rows(self, *, form: str, identity: str, without_answer: int = 0) -> dict[str, Any]:

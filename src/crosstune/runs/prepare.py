@@ -185,7 +185,7 @@ _NOTICED = 0.05
 
 
 def extend(manifest: Manifest, config: Config, *, num_steps: int) -> tuple[Extension | None, list[str]]:
-    """Return the schedule from the checkpoint on, if it differs from one schedule over all steps, and a message about it."""
+    """Return the schedule after the checkpoint if it differs from a single schedule over all steps, and a message about it."""
     carried = Extension.from_json(manifest.schedule.get("extended"))
     before, done = manifest.schedule.get("num_steps"), manifest.step
     if before is None or num_steps <= before or not done:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from crosstune.data.batches.epoch_order import Mixture, epoch_order
 
 OPEN_ROWS = 64
-"""Rows filled at the same time. More rows pack better but move documents further from their order."""
+"""Number of rows filled at the same time. With more rows, packing is denser, but documents move further from their order."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from crosstune.data.render.types import (
 )
 
 LONGEST_TEMPLATE = 256 << 10
-"""In characters; templates of published models have a few thousand, the longest about 30,000."""
+"""Maximum characters of a template. Templates of published models have a few thousand; the longest has about 30,000."""
 DAY = datetime(2025, 1, 1)
 """The date that templates see: the tokens of a run must not depend on the day it is started."""
 

@@ -127,8 +127,8 @@ class Tokenizer:
 
     @cached_property
     def _locating(self) -> RustTokenizer:
-        """The tokenizer with offsets of whole tokens. Some leave out the white space of a token (`trim_offsets`), and a token
-        of white space then belongs to no text; so do older rules."""
+        """The tokenizer with offsets of whole tokens. With `trim_offsets`, offsets exclude the white space of a token, so
+        that a token of white space belongs to no text; older rules keep this."""
         processor = self.rust.post_processor
         if self.data_rules < 4 or processor is None or _TRIMS not in processor.__getstate__():
             return self.rust

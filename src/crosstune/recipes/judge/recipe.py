@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
@@ -16,7 +17,7 @@ from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.core.weights import averaged
 from crosstune.data.batches.epoch_order import Mixture
-from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
+from crosstune.data.batches.row_order import rows_per_evaluation
 from crosstune.data.preflight import warnings_of
 from crosstune.models.folder import longest_context
 from crosstune.recipes.judge.evaluation import defined_metrics, evaluate_items
@@ -49,7 +50,7 @@ class JudgeRecipe(TokenRecipe):
         _check(config, pairs=self.verdict.name == "winner")
         self.tokens = find_label_tokens(self.verdict, self.tokenizer)
         self._limit = longest_context(model_folder)
-        self.train: Any = self._encode(self.data.train, "training")
+        self.train = self._encode(self.data.train, "training")
         if config.balance_scores:
             self._balance()
         self.corpus = self.train.corpus
@@ -205,17 +206,9 @@ class RewardRecipe(JudgeRecipe):
         task: Task = engine_parts(engine).RewardHead(center=self.config.center_rewards)
         return task
 
-    def longest_row(self) -> int:
-        return int(self.train.lengths.max())
-
-    def num_rows(self) -> int:
-        return len(self.train)
-
-    def longest_places(self, size: int) -> list[int]:
-        return np.resize(np.argsort(-self.train.lengths, kind="stable"), size).tolist()
-
-    def _order(self) -> RowOrder:
-        return RowOrder.from_config(self.config, num_examples=len(self.train))
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.train.lengths
 
     def rows(self, step: int) -> list[int]:
         return [place for row in self._order().rows(step) for place in row]

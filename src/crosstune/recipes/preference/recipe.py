@@ -23,7 +23,7 @@ from crosstune.core.protocols import Backward, Evaluation, Generates, Metrics, S
 from crosstune.core.weights import averaged
 from crosstune.data.batches.forked import Fork
 from crosstune.data.batches.packing import PackedOrder
-from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
+from crosstune.data.batches.row_order import rows_per_evaluation
 from crosstune.data.preflight import warnings_of
 from crosstune.data.prompt_rows import prompt_key
 from crosstune.data.render.rendering import encode_prompt
@@ -65,10 +65,8 @@ class PreferenceRecipe(TokenRecipe):
         self._reference: Mapping[str, Floats] = {}
         """The reference's log probabilities by split, if they are computed before training."""
         if config.packing:
-            capacity = max(
-                self.corpus.limit, int(self._lengths.max())
-            )  # both answers of a pair stay in a row
-            self.packed = PackedOrder(self._lengths, capacity=capacity, seed=config.seed)
+            capacity = max(self.corpus.limit, int(self.lengths.max()))  # both answers of a pair stay in a row
+            self.packed = PackedOrder(self.lengths, capacity=capacity, seed=config.seed)
 
     def _tokenize(self, found: Sequence[Any], name: str) -> PreferenceCorpus:
         def show(done: int, total: int, examples: int) -> None:
@@ -147,7 +145,7 @@ class PreferenceRecipe(TokenRecipe):
             )
 
     @cached_property
-    def _lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> NDArray[np.int64]:
         """The number of tokens of each preference in a batch, without padding."""
         shares = self.config.share_prompts
         groups = (self.train[place] for place in range(len(self.train)))
@@ -159,16 +157,8 @@ class PreferenceRecipe(TokenRecipe):
             dtype=np.int64,
         )
 
-    def longest_row(self) -> int:
-        if self.packed is not None:
-            return int(min(self._lengths.sum(), self.packed.capacity))
-        return int(self._lengths.max())
-
-    def num_rows(self) -> int:
-        return self.packed.num_rows(1) if self.packed is not None else len(self.train)
-
     def tokens_per_row(self) -> float:
-        return float(self._lengths.mean())
+        return float(self.lengths.mean())
 
     def longest_target(self) -> int:
         if self.packed is not None:
@@ -178,11 +168,7 @@ class PreferenceRecipe(TokenRecipe):
     def longest_batch(self, size: int) -> PreferenceBatch:
         if self.packed is not None:
             return self._batch(self.train, self.fullest_rows(size))
-        places = np.resize(np.argsort(-self._lengths, kind="stable"), size).tolist()
-        return self._batch(self.train, [[place] for place in places])
-
-    def _order(self) -> RowOrder:
-        return RowOrder.from_config(self.config, num_examples=len(self.train), packed=self.packed)
+        return self._batch(self.train, [[place] for place in self.longest_places(size)])
 
     def rows(self, step: int) -> list[int]:
         return [place for row in self._order().rows(step) for place in row]

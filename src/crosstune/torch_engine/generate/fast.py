@@ -1,4 +1,4 @@
-"""Rows of the fast layers, with a static cache with the token of position p in column p."""
+"""Generate with the fast layers and a static cache: the token at position p is in column p."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ from crosstune.core.protocols import (
 from crosstune.core.weights import kept_moments
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import changes_to_base, save_adapter
+from crosstune.process.ranks import Group
 from crosstune.torch_engine.device import (
     clear_cache,
     compile_errors,
@@ -52,7 +53,7 @@ from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.session import state as states
 from crosstune.torch_engine.session.find_nonfinite import bad_gradients, bad_weights, watch_outputs
-from crosstune.torch_engine.session.metric_totals import MetricTotals
+from crosstune.torch_engine.session.metric_totals import DeviceTotals
 from crosstune.torch_engine.session.offload_activations import offload_activations
 from crosstune.torch_engine.session.optimizer import Masters, averages_of, set_learning_rate, swap
 from crosstune.torch_engine.session.profiler import TorchProfiler
@@ -147,7 +148,7 @@ class TorchSession:
         measure, names = self.task.loss, self.task.metric_names
         if isinstance(self.task, MeasuresEvaluation):
             measure, names = self.task.evaluate, self.task.eval_metric_names
-        total, weight, metrics = 0.0, 0, MetricTotals(names)
+        total, weight, metrics = 0.0, 0, DeviceTotals(names)
         with (
             self.connected(EVALUATING),
             self.averaged(),
@@ -171,7 +172,7 @@ class TorchSession:
             total, weights = self.parallel.group.sum_numbers(total, weight)
             weight = int(weights)
         loss_mean = total / weight if weight else math.nan
-        return EvalResult(loss=loss_mean, weight=weight, metrics=metrics.means(self.parallel))
+        return EvalResult(loss=loss_mean, weight=weight, metrics=metrics.means(self._group))
 
     def find_nonfinite(self, window: Sequence[PreparedBatch]) -> str:
         """Repeat the step with hooks on all layers and describe the first non-finite value."""
@@ -339,7 +340,7 @@ class TorchSession:
     def _backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
         """Compute the gradients of a step into the masters, unscaled and clipped."""
         weight = sum(batch.weight for batch in window)
-        total, metrics = torch.zeros((), device=self.device), MetricTotals(self.task.metric_names)
+        total, metrics = torch.zeros((), device=self.device), DeviceTotals(self.task.metric_names)
         offload = self.plan.config.use_activation_cpu_offload
         with self._passes(window) as turns:
             for batch, counts in turns:
@@ -374,7 +375,7 @@ class TorchSession:
             grad_norm=grad_norm,
             weight=weight,
             num_tokens=sum(batch.num_tokens for batch in window),
-            metrics=metrics.means(self.parallel),
+            metrics=metrics.means(self._group),
         )
 
     def _clip(self, trained: Sequence[torch.Tensor]) -> torch.Tensor | float:
@@ -436,6 +437,10 @@ class TorchSession:
         """The --optimizer, and whether it is torch's fused version, which `adamw` becomes on a GPU."""
         name = self.plan.config.optimizer.removeprefix("fused_")
         return f"{name} (fused)" if self.optimizer and self.optimizer.defaults.get("fused") else name
+
+    @property
+    def _group(self) -> Group | None:
+        return self.parallel.group if self.parallel is not None else None
 
     def _trained_optimizer(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None, "this session was opened without training"
