@@ -5,7 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,3 +109,12 @@ def serving(parent: Path) -> Iterator[Served]:
         server.should_exit = True
         thread.join(WAIT_S)
         assert not thread.is_alive()
+
+
+def until(holds: Callable[[], Any]) -> Any:
+    """Return the first true value; the limit is generous, since machines are slow."""
+    end = time.monotonic() + WAIT_S
+    while not (found := holds()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found

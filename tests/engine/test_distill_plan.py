@@ -66,7 +66,7 @@ def test_a_teacher_that_does_not_fit_is_reported_with_a_smaller_one() -> None:
         ("teacher", 0, ["distill / lora"]),
         ("org/elsewhere", 0, ["whether the teacher org/elsewhere has the tokens of the student"]),
         ("./missing", 2, ["There is no folder"]),
-        ("other", 2, ["has other tokens than the student"]),
+        ("other", 2, ["does not have the tokens of the student"]),
     ],
 )
 def test_plan_checks_the_teacher(

@@ -134,7 +134,7 @@ def test_a_quantized_teacher_is_close_to_the_teacher(home: Path, tmp_path: Path,
         ({"teacher": "STUDENT"}, ["is the model that is trained", "ce_weight"]),
         (
             {"teacher": "OTHER"},
-            ["has other tokens", "only the student has", "only the teacher has 1 tokens, such as"],
+            ["does not have the tokens of", "only the student has", "only the teacher has 1 tokens, such as"],
         ),
         ({"teacher": "./missing"}, ["teacher", "There is no folder"]),
         ({"teacher": "http://127.0.0.1:8000/v1"}, ["is a server", "teacher_top_k"]),

@@ -211,7 +211,10 @@ def test_other_rewards_after_a_resume_are_reported(
     train(prompts, tmp_path, max_steps=2, save_steps=1)
     use_rewards(monkeypatch, {"vowels": vowels})
     train(prompts, tmp_path, max_steps=4, resume="auto", save_steps=1)
-    assert "the rewards are not those of the checkpoint" in (tmp_path / "run" / "events.jsonl").read_text()
+    assert (
+        "the rewards differ from the rewards in the checkpoint"
+        in (tmp_path / "run" / "events.jsonl").read_text()
+    )
 
 
 def test_groups_without_spread_are_replaced(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

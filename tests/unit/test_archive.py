@@ -12,12 +12,7 @@ from typing import Any
 
 import pytest
 
-from crosstune.checkpoint.archive import (
-    NOTE,
-    read_note,
-    unpack_archive,
-    write_archive,
-)
+from crosstune.checkpoint.archive import NOTE, read_note, unpack_archive, write_archive
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.files.run_lock import InUse

@@ -15,13 +15,7 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.data import preflight
-from crosstune.data.named_datasets import (
-    BEST_SCORE,
-    PENALTIES,
-    VARIANTS,
-    make_pairs,
-    make_translations,
-)
+from crosstune.data.named_datasets import BEST_SCORE, PENALTIES, VARIANTS, make_pairs, make_translations
 from crosstune.data.read.sources import open_source
 from crosstune.data.render.rendering import encode_conversation
 from crosstune.data.tokens.tokenizer import Tokenizer

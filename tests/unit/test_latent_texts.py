@@ -10,10 +10,7 @@ import numpy as np
 
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
-from crosstune.recipes.latent_diffusion.corpora import (
-    make_grammar_texts,
-    write_grammar_tokenizer,
-)
+from crosstune.recipes.latent_diffusion.corpora import make_grammar_texts, write_grammar_tokenizer
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
 from crosstune.recipes.latent_diffusion.texts import (
     EDITION,

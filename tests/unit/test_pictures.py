@@ -56,8 +56,8 @@ def test_pictures_are_found_in_parts_and_columns(
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "<image>?", "completion": "b"}, "0 pictures and 1 times <image>"),
-        ({"prompt": "a", "completion": "b", "images": ["a.png"]}, "1 picture and 0 times <image>"),
+        ({"prompt": "<image>?", "completion": "b"}, "0 pictures, but <image> occurs 1 time in"),
+        ({"prompt": "a", "completion": "b", "images": ["a.png"]}, "1 picture, but <image> occurs 0 times in"),
         ({"prompt": "<image>", "completion": "b", "video": "a.mp4"}, "not text: video"),
         ({"prompt": "a", "completion": "<image>", "image": "a.png"}, "message of the assistant has a picture"),
         ({"prompt": [turn({"type": "image", "path": "a.png"})], "completion": "b", "image": "a.png"}, "in its messages and in a column"),

@@ -12,16 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import (
-    HOSTILE,
-    SUMMARY,
-    Page,
-    damaged,
-    evaluation,
-    make_run,
-    render_page,
-    write_lines,
-)
+from report_runs import HOSTILE, SUMMARY, Page, damaged, evaluation, make_run, render_page, write_lines
 
 from crosstune.cli.commands.train import try_report
 from crosstune.cli.terminal.screen import Screen

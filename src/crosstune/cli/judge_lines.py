@@ -5,15 +5,10 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from crosstune.cli.arguments import (
-    Line,
-)
+from crosstune.cli.arguments import Line
 from crosstune.cli.terminal.output import Column, table_lines
-
-if TYPE_CHECKING:
-    pass
 
 
 def data_lines(dataset: str, found: Mapping[str, Any]) -> Iterator[Line]:

@@ -12,7 +12,7 @@ Z95 = 1.959964
 
 
 def wilson(fraction: float, count: int) -> Interval:
-    """Return the 95 % interval (Wilson) of a fraction of `count` examples. It has a width at 0 and 1 too."""
+    """Return the 95 % interval (Wilson) of a fraction of `count` examples. Its width is not 0 for fractions of 0 and 1."""
     square = Z95**2 / count
     middle = (fraction + square / 2) / (1 + square)
     half = math.sqrt(fraction * (1 - fraction) * square + square**2 / 4) / (1 + square)
@@ -20,8 +20,8 @@ def wilson(fraction: float, count: int) -> Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Return the 95 % interval of a mean: Wilson's if every value is 0 or 1. None for fewer than two values, and for equal
-    ones, which show no variation."""
+    """Return the 95 % interval of a mean: Wilson's if every value is 0 or 1. None for fewer than two values, or if all are
+    equal."""
     if len(values) < 2:
         return None
     mean = statistics.fmean(values)

@@ -186,17 +186,8 @@ class Generates(Protocol):
     counts the equal prompts of earlier calls.
     """
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        stop_ids: Sequence[int] = (),
-        sampling: Sampling = GREEDY,
-        earlier: Earlier | None = None,
-        on_token: Callable[[int], None] | None = None,
-    ) -> list[list[int]]:
-        """Return the tokens of `sample` without stop tokens."""
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+        """Return the tokens of `sample`, called with the same options, without stop tokens."""
 
     def sample(
         self,
@@ -365,7 +356,7 @@ class GeneratesBatches(Recipe, Protocol):
         """Return the metrics of the last generated batches, for metrics.jsonl: rewards, lengths, seconds."""
 
     def carried_state(self) -> Mapping[str, Array]:
-        """Return the arrays that the next steps need besides the weights, for a checkpoint; equal on all ranks."""
+        """Return the arrays, apart from the weights, that the next steps need, for a checkpoint; equal on all ranks."""
 
     def carry_on(self, state: Mapping[str, Array], *, step: int) -> None:
         """Load the arrays of a checkpoint that was written after `step` steps; empty in one by an earlier version."""

@@ -25,7 +25,7 @@ _MAX_REASON_BYTES = 4000
 _MAX_BYTES = 1 << 20
 """The largest list of models, and the longest line of an answer."""
 _AWAY = (408, 409, 425, 429)
-"""Statuses, next to those from 500 on, with which a server asks to try again later."""
+"""Statuses below 500 with which a server asks the client to try again later."""
 _MOVED = (301, 302, 303, 307, 308)
 _REJECTED = (400, 413, 422)
 """Statuses that concern the content of a request."""

@@ -44,7 +44,7 @@ class Given:
     value: Any
     line: int | None = None
     expression: str = ""
-    """The Python code of a value that only running it would compute."""
+    """The Python code of a value that is known only at run time."""
 
 
 def read_given(path: Path, *, sections: Iterable[str]) -> list[Given]:
@@ -216,7 +216,7 @@ def _from_python(text: str, path: Path) -> list[Given]:
         found.append(Given("load_dataset", [call for _, call in calls], calls[0][0]))
     if not found:
         raise UserError(
-            f"{path} configures no training.",
+            f"{path} does not configure a training run.",
             why="it has no call of from_pretrained, get_peft_model, a Config, Arguments or Trainer class.",
             do="pass the script or notebook that trains",
         )

@@ -74,7 +74,7 @@ def mlx_scale(value: Any, given: Mapping[str, Any]) -> Found:
 
 
 def last_layers(value: Any, given: Mapping[str, Any]) -> Found:
-    """Convert a number of last layers; the model's table or folder says how many it has."""
+    """Convert a number of last layers; the number of all layers is in the table of known models or in the model's folder."""
     last, name = int(value), str(given.get("model"))
     if last < 0:
         return {}

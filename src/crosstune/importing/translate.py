@@ -146,7 +146,7 @@ def _translate(given: Sequence[Given], tool: Tool, *, folder: Path, overrides: M
 
 
 def _why_invalid(options: Mapping[str, Any]) -> str:
-    """Return why the values of a key are not values of our options; empty if they are."""
+    """Return why options have invalid values; an empty string if they are valid."""
     try:
         make_config(**options)
     except UserError as error:

@@ -20,7 +20,7 @@ class Nothing(str):
 
 
 class Noted(dict[str, Any]):
-    """Options with a difference that the user should know."""
+    """Options whose meaning differs in a way that the user should know."""
 
     def __init__(self, options: Options, note: str) -> None:
         super().__init__(options)

@@ -383,7 +383,7 @@ class Training:
             self.save()
 
     def _warn_of_evaluation(self, step: int) -> None:
-        """Warn of overfitting, a non-finite loss or a verdict of the recipe, once until an evaluation is better."""
+        """Warn about overfitting, a non-finite loss or a verdict of the recipe, once until an evaluation is better."""
         if isinstance(self.recipe, GivesVerdicts):
             self._give_verdicts(self.recipe.judge_evaluation(self.progress.eval_metrics))
         word, message = evaluation_warning(self.progress.evaluations)

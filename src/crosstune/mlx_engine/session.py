@@ -15,14 +15,7 @@ import numpy as np
 
 from crosstune.core.events import check_known_metrics
 from crosstune.core.out_of_memory import EVALUATING, STEP, UPDATING, OutOfMemory
-from crosstune.core.profiling import (
-    BOTH_PASSES,
-    COMMUNICATION,
-    OPTIMIZER,
-    Phase,
-    ProfileSettings,
-    no_phase,
-)
+from crosstune.core.profiling import BOTH_PASSES, COMMUNICATION, OPTIMIZER, Phase, ProfileSettings, no_phase
 from crosstune.core.protocols import (
     Array,
     Backward,

@@ -12,11 +12,7 @@ import numpy as np
 from crosstune.core.answers import Answer
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import EVALUATING, GENERATING
-from crosstune.core.protocols import (
-    Array,
-    Batch,
-    PreparedBatch,
-)
+from crosstune.core.protocols import Array, Batch, PreparedBatch
 from crosstune.mlx_engine.generate import sample
 from crosstune.mlx_engine.limits import memory_errors
 from crosstune.mlx_engine.session import MlxSession

@@ -105,7 +105,7 @@ def check_folder(folder: Path) -> None:
     if shape is not None and shape.num_parameters > _MAX_WEIGHTS_PER_BYTE * num_bytes + _SPARE_WEIGHTS:
         raise UnreadableFile(  # a library would allocate a model far larger than its files
             folder / CONFIG,
-            f"its sizes mean about {shape.num_parameters:,} weights, and the weight files have {num_bytes:,} bytes",
+            f"its sizes imply about {shape.num_parameters:,} weights, and the weight files have {num_bytes:,} bytes",
             do=_ADVICE,
         )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):

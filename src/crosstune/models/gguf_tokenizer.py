@@ -11,16 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.files.json_fields import (
-    FLAG,
-    NOTHING,
-    OBJECT,
-    TEXT,
-    check_fields,
-    list_of,
-    object_with,
-    whole,
-)
+from crosstune.files.json_fields import FLAG, NOTHING, OBJECT, TEXT, check_fields, list_of, object_with, whole
 from crosstune.files.json_files import read_json, read_object
 from crosstune.files.plain_files import read_plain_text
 from crosstune.models.gguf_families import unsupported

@@ -12,15 +12,7 @@ from typing import Any
 
 from crosstune.core.errors import UserError, shown
 from crosstune.core.quantization import QuantSpec, wrong_spec
-from crosstune.files.json_fields import (
-    OBJECT,
-    TEXT,
-    check_fields,
-    list_of,
-    map_of,
-    object_with,
-    whole,
-)
+from crosstune.files.json_fields import OBJECT, TEXT, check_fields, list_of, map_of, object_with, whole
 from crosstune.files.json_files import object_of, read_object
 from crosstune.files.plain_files import UnreadableFile, open_plain
 from crosstune.files.safetensors_header import read_header

@@ -59,7 +59,7 @@ def scaled_config(config: Mapping[str, Any], kind: str, factor: float, *, name: 
     """Return config.json with the scaling in the fields of transformers 5 and of older readers."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if isinstance(config.get("text_config"), dict):
-        raise _refused(name, why="it reads pictures, whose positions are not those of a row of text.")
+        raise _refused(name, why="it reads pictures, and their positions do not follow the row.")
     if not {"rope_parameters", "rope_scaling", "rope_theta"} & config.keys():
         raise _refused(name, why=f"its {CONFIG} describes no rotary positions.")
     if kinds := sorted(key for key, value in given.items() if isinstance(value, dict)):

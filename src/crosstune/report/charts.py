@@ -58,7 +58,7 @@ class Series:
     key: str = ""
     """Key in metrics.jsonl of a curve with the value of each step; empty for other curves."""
     window: int = 1
-    """Number of points of the series before it that a point is the mean of."""
+    """Each point is the mean of this many points of the series before it."""
 
 
 @dataclass(frozen=True, kw_only=True)

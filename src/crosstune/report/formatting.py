@@ -123,8 +123,8 @@ def terminal_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page_metrics(found: Mapping[str, Iterable[Any]]) -> list[str]:
-    """Return the names of the metrics for pages, given the values of each. Of generated answers these are a few: no spreads and
-    times, no failures where there are none, and no parts of a reward that has only one."""
+    """Return the names of the metrics that pages show, given the values of each. Few of the metrics of generated answers are
+    shown: no spreads, no times, no failures if there were none, and no parts of a reward that has only one."""
     parts = [name for name in found if (part := _PART.fullmatch(name)) and part["kind"] == "mean"]
 
     def is_shown(name: str) -> bool:

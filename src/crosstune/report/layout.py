@@ -136,7 +136,7 @@ def layout(chart: Chart) -> dict[str, Any]:
 
 
 def chart_data(chart: Chart, *, num_buckets: int) -> dict[str, Any]:
-    """Return a chart with downsampled curves for a page that draws it with a script. The values are those of the axis."""
+    """Return a chart with downsampled curves for a page that draws it with a script. Values are in the units of the axis."""
     drawn = _thinned([each for each in chart.series if finite_values(each.points)], num_buckets=num_buckets)
     return {
         "title": chart.title,

@@ -229,7 +229,7 @@ def event_rows(run: RunFiles) -> list[Row]:
     start = read_time(run.plan.get("created"))
     rows, said = list[Row](), set[str]()
     for row in (row for event in run.events for row in _event_rows(event, start)):
-        if row["kind"] != Warned.kind or row["text"] not in said:  # a resumed run warns of its data again
+        if row["kind"] != Warned.kind or row["text"] not in said:  # a resumed run warns about its data again
             rows.append(row)
             said.add(row["text"] if row["kind"] == Warned.kind else "")
     return rows

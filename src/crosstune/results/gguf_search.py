@@ -29,7 +29,7 @@ _GROUPS = {
     "embeddings": r"^(token_embd|output)\.",
 }
 _LEVELS = 3
-"""Recipes above the bound in a row after which smaller ones are not tried; their types are tried for groups."""
+"""After this many consecutive recipes above the bound, smaller ones are tried for groups of layers only."""
 _MOST_TRIALS = 20
 _TOKENS = 1024
 _LOGIT_BYTES = 1 << 28
@@ -126,8 +126,8 @@ class Search:
         return chosen, self.trials
 
     def _lower_groups(self, chosen: Trial, recipe: Trial, max_kl: float) -> Trial:
-        """Give groups of layers the types of a smaller recipe, the largest saving first; if a group is too coarse then,
-        only the middle half of its layers, as the first and last ones need more bits."""
+        """Give groups of layers the types of a smaller recipe, the largest saving first. If that makes a group too coarse,
+        only its middle half gets them: the first and last layers need more bits."""
         layers = sorted(
             {int(found[1]) for name in chosen.types if (found := re.match(r"blk\.(\d+)\.", name))}
         )

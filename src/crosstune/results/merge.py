@@ -176,7 +176,7 @@ def _weight_choices(opened: Opened, request: Request) -> dict[str, DenseWeights]
 
 
 def is_release(held: FolderQuantization | None) -> bool:
-    """Return True for weights that their authors published in 4 bits: there are no others to restore."""
+    """Return True for weights that were published in 4 bits only, so that there are no others to restore."""
     return held is not None and not held.own and held.spec.quantizer == "mxfp4"
 
 

@@ -90,7 +90,7 @@ def check_same_request(folder: Path, request: Mapping[str, Any], *, kind: str) -
 
 
 class TrialProcess:
-    """A training in a process that exits with this one. Its options are in `FOLDER.yaml`, its output in `FOLDER.log`."""
+    """A training run in a process that exits with this one. Its options are in `FOLDER.yaml`, its output in `FOLDER.log`."""
 
     def __init__(
         self, folder: Path, options: Mapping[str, Any], *, variables: Mapping[str, str] | None = None

@@ -95,7 +95,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # a token is sent at once
 
     def parse_request(self) -> bool:
-        """Refuse an address that is not one before it is read in parts or passed on."""
+        """Reject a malformed address before it is parsed or passed on."""
         if not super().parse_request():
             return False
         with contextlib.suppress(ValueError):
@@ -103,7 +103,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if self.path.isascii() and self.path.isprintable():
                 return True
         self.close_connection = True
-        self._refuse(400, "The address of the request is damaged.")
+        self._refuse(400, "The address of the request is malformed.")
         return False
 
     def do_GET(self) -> None:
@@ -261,8 +261,8 @@ def _host_of(url: str) -> str | None:
 
 
 def _is_own_page(origin: str | None, host: str | None) -> bool:
-    """Check that a page is from this machine, or from the address it asks. Its name could have been rebound, an IP address
-    or the machine's own name could not."""
+    """Check that a page is from this machine, or from the address that it asks. A DNS name could have been rebound; an IP
+    address or this machine's own name cannot."""
     if origin in LOOPBACK_NAMES:
         return True
     if origin is None or origin != host:

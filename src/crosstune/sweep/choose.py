@@ -98,7 +98,7 @@ def num_combinations(space: Space) -> float:
 
 
 def combinations(space: Space) -> list[dict[str, Any]]:
-    """Return all combinations of values; none if they are more than a list should have."""
+    """Return all combinations of values; none if there are too many for a list."""
     if num_combinations(space) > _MOST_LISTED:
         return []
     values = [dimension.values or () for dimension in space.values()]
@@ -134,7 +134,7 @@ def _read(text: str, where: str) -> Dimension:
 
 
 NUM_RANDOM = 5
-"""Trials drawn at random before Optuna has something to learn from."""
+"""Number of random trials before Optuna chooses."""
 FEWEST_TO_PRUNE = 3
 """Finished trials below which none is pruned."""
 FEWEST_FOR_IMPORTANCE = 4

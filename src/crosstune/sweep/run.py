@@ -46,7 +46,7 @@ def device_slots(plan: Plan, parallel: int | None) -> list[dict[str, str]]:
 
 @dataclass(kw_only=True)
 class Sweep:
-    """The trials of a sweep: those that ended, and those that run."""
+    """The finished and running trials of a sweep."""
 
     folder: Path
     space: Space
@@ -59,7 +59,7 @@ class Sweep:
     seed: int
     prunes: bool
     slots: Sequence[Mapping[str, str]]
-    """Environment variables of each trial that runs at once."""
+    """Environment variables for each of the concurrent trials."""
     should_stop: Callable[[], bool] = lambda: False
     on_start: Callable[[Trial], None] = lambda trial: None
     on_end: Callable[[Trial], None] = lambda trial: None

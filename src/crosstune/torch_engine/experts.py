@@ -258,7 +258,7 @@ class _Projection:
     activate: Callable[[torch.Tensor], torch.Tensor]
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return what a gradient may be wanted of: A, B, the base and the bias."""
+        """Return the tensors that may need a gradient: A, B, the base and the bias."""
         base = None if isinstance(self.base, QuantStack) else self.base
         if self.adapter is None:
             return None, None, base, self.bias
@@ -288,8 +288,8 @@ class _Projection:
         mask: torch.Tensor | None,
         by_row: torch.Tensor | None,
     ) -> tuple[torch.Tensor, _Gradients]:
-        """Return the gradient of x, and those of `tensors`. With `by_row`, each row of `d_out` is to be multiplied by a
-        weight: the gradient of x is without it."""
+        """Return the gradients of x and of `tensors`. With `by_row`, each row of `d_out` is still to be multiplied by a
+        weight; the gradient of x does not include it."""
         ends = routing.ends
         d_x = self._base_product(d_out, routing, transposed=True)
         d_a = d_b = d_base = d_bias = None

@@ -74,7 +74,7 @@ class Tracker(Protocol):
         ...
 
     def finish(self, summary: Mapping[str, Any], *, succeeded: bool) -> None:
-        """End the run; after a failure, `succeeded` is False and the summary may be empty."""
+        """End the run. After a failure, `succeeded` is False and the summary may be empty."""
         ...
 
 

@@ -120,7 +120,7 @@ class Jobs:
         }
 
     def stop(self, name: str) -> None:
-        """Ask a job to end; a training saves a checkpoint first."""
+        """Ask a job to end; a training run saves a checkpoint first."""
         folder = self._find(name)
         job = read_json(folder / "job.json")
         if is_alive(job):
@@ -159,8 +159,8 @@ class Jobs:
 
 
 class Asked:
-    """A process that answers `plan` and `data`, which print at once what they find. It keeps its libraries loaded, since a form
-    asks at every change, and ends when it is not asked for some minutes, or with the server."""
+    """A process that runs `plan` and `data`, which print their result at once. It keeps its libraries loaded, since a form
+    asks at every change, and ends after some minutes without a request, or with the server."""
 
     def __init__(self) -> None:
         self._busy = threading.Lock()

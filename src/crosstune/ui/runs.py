@@ -42,7 +42,7 @@ _MOST_LARGE = 48
 _LONGEST_NAME = 1000
 _SHARE_OF_CORE, _LONGEST_STALE_S, _MAX_GROWTH = 0.01, 120.0, 1.25
 _STATUS_S = 1.0
-"""The lock of a run is tried at most this often: trying it holds it for a moment."""
+"""Minimum time between two checks of a run's lock, since a check acquires it for a moment."""
 Stamps = tuple[tuple[int, int, int], ...]
 
 
@@ -219,7 +219,7 @@ def _changes(folder: Path, after: str, now: str, status: str) -> Changes:
 
 
 def group_kind(folder: Path) -> str:
-    """Return what a folder with runs of its own is; empty if it is none."""
+    """Return the kind of a folder that contains runs of its own, such as a sweep; empty for other folders."""
     return next((kind for name, kind in _GROUP_FILES.items() if any(_stamp(folder / name))), "")
 
 

@@ -166,7 +166,8 @@ def _several(request: Request) -> list[str]:
 
 
 class _Streams:
-    """The open streams of events. With many, each is slower: a training on this machine does not feel them."""
+    """The open streams of events. With many of them, each polls less often, so that training on this machine is not slowed
+    down."""
 
     def __init__(self, is_ending: Callable[[], bool]) -> None:
         self.num_open, self.is_ending = 0, is_ending
@@ -216,7 +217,7 @@ def _models(jobs: Jobs, name: str) -> dict[str, Any]:
             server.request("GET", "/v1/models")
             names = [str(each["id"]) for each in json.loads(server.getresponse().read())["data"]]
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-            raise UserError("The server of the models does not answer.", why=str(error)) from error
+            raise UserError("The model server does not answer.", why=str(error)) from error
         finally:
             server.close()
     return {"job": job, "models": names}

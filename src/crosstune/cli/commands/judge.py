@@ -117,7 +117,7 @@ def _report_unused(action: str, config: Config) -> None:
     """Report the options of the command line that the action does not read."""
     if action in READ:
         for name, source in config.sources.items():
-            if name not in READ[action] and source.startswith("flag "):  # a file may be for a training
+            if name not in READ[action] and source.startswith("flag "):  # a file may be for a training run
                 flag = source.removeprefix("flag ")
                 print(f"note     {flag} has no effect on judge {action}", file=sys.stderr)
 

@@ -28,7 +28,7 @@ _FUNCTION = re.compile(r"(?P<file>.*\.py):(?P<name>[A-Za-z_]\w*)", re.S)
 _STARTS = re.compile(
     rf",\s*(?=(?:{'|'.join({*_ARGUMENTS} - {'json'})}):|json(?:$|[:,*\s])|(?:[A-Za-z]:)?[^,:]+\.py:[A-Za-z_])"
 )
-"""The commas between two rewards: a pattern or a list of tags has commas of its own."""
+"""A comma between two rewards. Patterns and lists of tags contain commas of their own."""
 _NUMBER = r"[-+]?(?:\d{1,6}(?:\.\d{0,9})?|\.\d{1,9})"
 _WEIGHT = re.compile(rf"(?P<rest>.*?)\s*\*\s*(?P<weight>{_NUMBER})", re.S)
 _WEIGHT_OF_PATTERN = re.compile(rf"(?P<rest>.*?)\s+\*\s*(?P<weight>{_NUMBER})", re.S)

@@ -8,13 +8,7 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.data.read.pictures import COLUMNS as PICTURE_COLUMNS
-from crosstune.data.read.pictures import (
-    IN_TEXT,
-    PICTURE_TYPES,
-    PICTURES,
-    picture_parts,
-    place_pictures,
-)
+from crosstune.data.read.pictures import IN_TEXT, PICTURE_TYPES, PICTURES, picture_parts, place_pictures
 from crosstune.data.render.types import EXCLUDED, NO_LOSS, REASONING_KEYS
 from crosstune.files.json_files import parse_json
 

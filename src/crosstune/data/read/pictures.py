@@ -106,7 +106,7 @@ def place_pictures(turns: Sequence[Turn], row: Mapping[str, Any]) -> list[Turn]:
     num_places = sum(turn["content"].count(WRITTEN) for turn in turns) if not in_parts else 0
     if num_places != len(waiting) and not in_parts:
         raise UserError(
-            f"It has {_count(len(waiting), 'picture')} and {num_places} times {WRITTEN} in its text.",
+            f"It has {_count(len(waiting), 'picture')}, but {WRITTEN} occurs {_count(num_places, 'time')} in its text.",
             do=f"write {WRITTEN} once for each picture, where the model should see it",
         )
     for turn in turns:

@@ -28,7 +28,7 @@ from crosstune.data.render.types import (
 LONGEST_TEMPLATE = 256 << 10
 """In characters; templates of published models have a few thousand, the longest about 30,000."""
 DAY = datetime(2025, 1, 1)
-"""The date for templates: the tokens of a run must not depend on the day."""
+"""The date that templates see: the tokens of a run must not depend on the day it is started."""
 
 
 class Rejected(Exception):
@@ -198,8 +198,8 @@ def _is_answer(message: Message) -> bool:
 
 
 def _with_loss(messages: Sequence[Message], marks: Marks) -> list[Span]:
-    """Return the marked spans of the answers to learn, without answers inside a prompt: those in the text of their
-    messages. If the template writes answers elsewhere, it must mark one part for each."""
+    """Return the marked spans of the answers to learn, without answers inside a prompt. The spans are the texts of the
+    messages; if the template writes answers elsewhere, it must mark one part for each answer."""
     answers = [message for message in messages if message["role"] == "assistant"]
     marked = list(marks.generated)
     if all(map(_is_answer, answers)):

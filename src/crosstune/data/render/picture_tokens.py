@@ -29,7 +29,7 @@ def check_texts(texts: Sequence[str], vision: Vision) -> None:
 
 
 def expand_pictures(encoded: Encoded, pictures: Sequence[Picture], tokenizer: Tokenizer) -> Encoded:
-    """Return the tokens with those of the pictures, which carry no loss, and the place after the last picture."""
+    """Insert the pictures' tokens, which carry no loss; also return the position after the last picture."""
     if tokenizer.vision is None:
         return encoded
     placeholder = tokenizer.rust.token_to_id(tokenizer.vision.family.placeholder)

@@ -206,7 +206,7 @@ def check_characters(text: str) -> None:
 
 
 def _plain(values: list[Any]) -> Any:
-    """Convert values to JSON types, others (such as dates from Parquet) to strings: a template gets no Python objects."""
+    """Convert values to JSON types, and others, such as dates from Parquet, to strings: templates receive no Python objects."""
     try:
         return json.loads(json.dumps(values, ensure_ascii=False, default=str))
     except RecursionError as error:

@@ -63,7 +63,7 @@ class TokenStore:
     num_supervised: NDArray[np.int32]
     """Supervised tokens of each example, without its first token, which is never predicted."""
     pictures: NDArray[np.uint8] | FileArray
-    """The pictures of the examples as JSON; those of example i are `pictures[picture_bytes[i - 1]:picture_bytes[i]]`."""
+    """The pictures of all examples as JSON. Example i has `pictures[picture_bytes[i - 1]:picture_bytes[i]]`."""
     picture_bytes: NDArray[np.int64]
     picture_ends: NDArray[np.int64]
     """The place after the last token of a picture in each example; 0 if it has none."""

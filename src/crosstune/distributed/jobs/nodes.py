@@ -9,13 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from crosstune.core.errors import (
-    EXIT_AT_ONCE,
-    EXIT_DONE,
-    EXIT_PEER_LOST,
-    EXIT_STOPPED,
-    EXIT_USER_MUST_ACT,
-)
+from crosstune.core.errors import EXIT_AT_ONCE, EXIT_DONE, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_USER_MUST_ACT
 from crosstune.distributed.jobs.job import Started
 from crosstune.process.this_process import handling
 

@@ -15,8 +15,8 @@ from crosstune.config.schema import Config
 BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0}
 """The limits of the generalized divergence."""
 METRICS = ("kl", "cross_entropy", "agreement", "teacher_cross_entropy")
-"""Means over tokens: the forward KL divergence; the student's and the teacher's cross entropy of the data; and how often both
-have the same most likely token."""
+"""Means over tokens: the forward KL divergence, the cross entropy of the student and of the teacher on the data, and how
+often both predict the same token."""
 
 
 class Functions(Protocol):
@@ -98,7 +98,8 @@ def read_teacher(logits: Any, targets: Any, *, width: int, objective: Objective,
 
 
 def pack_rows(rows: TeacherRows, f: Functions) -> Any:
-    """Return one fp32 array with a row for each token: ids, log probabilities of the outcomes, and of the data's token."""
+    """Return an fp32 row for each token: the ids, the log probabilities of the outcomes, and the log probability of the
+    data's token."""
     return f.concat(rows.ids * 1.0, rows.log_probs, rows.target[:, None])
 
 
@@ -118,8 +119,9 @@ def measure(
     f: Functions,
     weight: Any,
 ) -> tuple[Any, Any]:
-    """Return the loss of each token from the student's fp32 logits: the divergence from the teacher, plus `weight` times the cross
-    entropy. And for each token the metrics, in their order, and whether the student's most likely token is wrong."""
+    """Return the loss and the metrics of each token from the student's fp32 logits. The loss is the divergence from the
+    teacher plus `weight` times the cross entropy. The metrics come in the order of METRICS, followed by 1 if the student's
+    most likely token is wrong."""
     plain = f.log_softmax(logits)
     scaled = _scaled(logits, plain, width=width, objective=objective, f=f)
     student = _outcomes(scaled, teacher.ids, f)

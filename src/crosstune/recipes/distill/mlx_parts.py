@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from crosstune.core.out_of_memory import LOADING
 from crosstune.core.protocols import Array
-from crosstune.mlx_engine.adapters import canonical_name
 from crosstune.mlx_engine.limits import memory_errors
 from crosstune.mlx_engine.load import DTYPES, load_model
-from crosstune.mlx_engine.optimizer import put
 from crosstune.mlx_engine.task import Arrays, MetricSums
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM, CausalLoss
+from crosstune.mlx_engine.tasks.token_losses import TokenLoss, Weights
 from crosstune.recipes.distill.losses import (
     METRICS,
     Objective,
@@ -105,7 +104,7 @@ class DistillLM(CausalLM):
             self._loss.teacher.ensure_separates_documents()
 
     def forget_teacher(self) -> None:
-        """Free the teacher, when its distributions are stored."""
+        """Free the teacher, once its distributions are stored."""
         self._loss.teacher = self._loss.first = None
 
     def teacher_rows(self, session: Any, batches: Iterable[DistillBatch]) -> list[Array]:
@@ -140,26 +139,21 @@ class DistillLM(CausalLM):
             self._loss.teacher = CausalLoss(model)
 
 
-class DistillLoss(CausalLoss):
-    """The loss of the student; `teacher` is a model, or its own with the `first` weights."""
+class DistillLoss(TokenLoss):
+    """The loss of the student. Its teacher is another model, or the student with its `first` weights."""
 
     def __init__(self, model: nn.Module, objective: Objective, *, width: int, keeps_first: bool) -> None:
         super().__init__(model)
         self.objective, self.width, self.f = objective, width, MlxFunctions()
         self.teacher: CausalLoss | None = None
-        self.first = self._weights() if keeps_first else None
+        self.first = self.trained_weights() if keeps_first else None
 
-    def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        return self._sums(arrays, self._weights())
-
-    def scaled(
-        self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
-    ) -> tuple[mx.array, MetricSums]:
-        total, metrics = self._sums(arrays, dict(weights))
-        return total * scale, metrics
+    def sums(self, arrays: Arrays, weights: Weights) -> tuple[mx.array, MetricSums]:
+        losses, values = self._rows(arrays, weights)
+        return (losses * arrays["counted"]).sum(), metric_sums(values, arrays["counted"])
 
     def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        losses, values = self._rows(arrays, self._weights())
+        losses, values = self._rows(arrays, self.trained_weights())
         counted, answers = arrays["counted"], arrays["answers"]
         num_answers = (answers.max() + 1) * (counted.sum() > 0)
         errors = mx.zeros(answers.shape).at[answers].add(values[:, len(METRICS)] * counted)
@@ -168,55 +162,32 @@ class DistillLoss(CausalLoss):
 
     def teacher_rows(self, arrays: Arrays) -> mx.array:
         """Return the packed distributions of the supervised tokens, a chunk at a time."""
-        read, found = self._reader(arrays, self._weights()), list[mx.array]()
+        read, found = self._reader(arrays, self.trained_weights()), list[mx.array]()
         hidden = self._hidden(arrays) if self._split is not None else None
         for chunk in self._chunks(hidden):
             found.append(pack_rows(read(chunk), self.f))
             mx.eval(found[-1])
         return mx.concatenate(found).reshape(-1)
 
-    def _weights(self) -> dict[str, mx.array]:
-        return {
-            canonical_name(name): array for name, array in tree_flatten(self.model.trainable_parameters())
-        }
-
-    def _sums(self, arrays: Arrays, weights: dict[str, mx.array]) -> tuple[mx.array, MetricSums]:
-        losses, values = self._rows(arrays, weights)
-        return (losses * arrays["counted"]).sum(), metric_sums(values, arrays["counted"])
-
-    def _rows(self, arrays: Arrays, weights: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
+    def _rows(self, arrays: Arrays, weights: Weights) -> tuple[mx.array, mx.array]:
         """Return the loss and the metrics of each supervised token."""
-        head = {name: weights[name] for name in self._head_weights}
-        split, read = self._split, self._reader(arrays, weights)
+        read = self._reader(arrays, weights)
 
-        def measured(chunk: slice) -> Callable[..., tuple[mx.array, mx.array]]:
-            def run(hidden: mx.array, head: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
-                put(self.model, head)
-                logits = (split.logits(hidden) if split is not None else hidden).astype(mx.float32)
-                return measure(
-                    logits,
-                    arrays["targets"][chunk],
-                    read(chunk),
-                    width=self.width,
-                    objective=self.objective,
-                    f=self.f,
-                    weight=arrays["ce_weight"],
-                )
+        def measured(logits: mx.array, chunk: slice) -> tuple[mx.array, mx.array]:
+            return measure(
+                logits,
+                arrays["targets"][chunk],
+                read(chunk),
+                width=self.width,
+                objective=self.objective,
+                f=self.f,
+                weight=arrays["ce_weight"],
+            )
 
-            return run
+        hidden = self._hidden(arrays) if self._split is not None else self._all_logits(arrays)
+        return self.measure(hidden, weights, measured)
 
-        losses, values = list[mx.array](), list[mx.array]()
-        hidden = self._hidden(arrays) if split is not None else self._all_logits(arrays)
-        for chunk in self._chunks(hidden if split is not None else None):
-            # Recomputed in the backward pass, so that only one chunk of logits is in memory.
-            part = mx.depends(hidden[chunk], losses[-1:]) if losses else hidden[chunk]
-            found = mx.checkpoint(measured(chunk))(part, head)
-            losses.append(found[0])
-            values.append(mx.stop_gradient(found[1]))
-        put(self.model, dict(head))
-        return mx.concatenate(losses), mx.concatenate(values)
-
-    def _reader(self, arrays: Arrays, weights: Mapping[str, mx.array]) -> Callable[[slice], TeacherRows]:
+    def _reader(self, arrays: Arrays, weights: Weights) -> Callable[[slice], TeacherRows]:
         """Return a function for the teacher's distributions of some of the supervised tokens: stored, or computed."""
         stored = arrays.get("teacher")
         if stored is not None:
@@ -225,18 +196,11 @@ class DistillLoss(CausalLoss):
         if self.first is None:
             assert self.teacher is not None, "the teacher is open"
             model = self.teacher
-        split, was_training = model._split, self.model.training
-        if self.first is not None:
-            put(self.model, self.first)
-            self.model.eval()
-        try:
+        split, first = model._split, self.first
+        with self.other_weights(first, weights) if first is not None else contextlib.nullcontext():
             inputs = mx.stop_gradient(
                 model._hidden(arrays) if split is not None else model._all_logits(arrays)
             )
-        finally:
-            self.model.train(was_training)
-            if self.first is not None:
-                put(self.model, dict(weights))
 
         def read(chunk: slice) -> TeacherRows:
             logits = split.logits(inputs[chunk]) if split is not None else inputs[chunk]

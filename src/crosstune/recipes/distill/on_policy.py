@@ -1,4 +1,4 @@
-"""Distill on the student's own answers: in a fraction of the steps, it answers the prompts of the data with its current weights."""
+"""Distill on the student's own answers: in a fraction of the steps, it answers the data's prompts with its current weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from crosstune.recipes.distill.recipe import DistillBatch, DistillRecipe
 
 
 class OnPolicyRecipe(DistillRecipe):
-    """A distillation with steps on the student's own answers."""
+    """Distillation with some steps on the student's own answers."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -32,7 +32,7 @@ class OnPolicyRecipe(DistillRecipe):
             )
 
     def is_on_policy(self, step: int) -> bool:
-        """Return whether a step trains on own answers: such steps are evenly spread."""
+        """Return True if a step trains on the student's own answers; such steps are spread evenly."""
         share = self.config.on_policy_share
         return int((step + 1) * share + 1e-9) > int(step * share + 1e-9)
 

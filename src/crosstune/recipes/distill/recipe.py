@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,21 +16,18 @@ from numpy.typing import NDArray
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, naming, raise_all
-from crosstune.core.events import Evaluating, Observer, Observers, Warned
+from crosstune.core.events import Observer, Observers, Warned
 from crosstune.core.protocols import Array, Backward, Metrics, Session, Task
 from crosstune.data.batches.row_order import rows_per_evaluation
 from crosstune.data.batches.token_batch import TokenBatch, pack_rows, pad_rows
 from crosstune.data.tokens.corpus import Corpus
-from crosstune.files.run_record import REFERENCE, read_log
+from crosstune.files.run_record import read_log
 from crosstune.recipes.distill.losses import Objective
 from crosstune.recipes.distill.teacher import Teacher, num_tokens
 from crosstune.recipes.distill.verdicts import Verdicts
-from crosstune.recipes.preference.reference import read_reference, write_reference
-from crosstune.recipes.sft import SftRecipe, reporting
+from crosstune.recipes.preference.reference import complete_reference
+from crosstune.recipes.sft import SftRecipe
 
-_SAVES = 10
-"""The stored distributions are written about this many times while they are computed."""
-_STAGE = "teacher"
 Floats = NDArray[np.float32]
 
 
@@ -53,7 +50,7 @@ class DistillBatch:
         return self.tokens.num_tokens
 
     def own_arrays(self) -> dict[str, Array]:
-        """Return the arrays besides the tokens."""
+        """Return all arrays except the tokens."""
         stored = {"teacher": self.teacher} if self.teacher is not None else {}
         return {"ce_weight": np.array(self.ce_weight, dtype=np.float32), **stored}
 
@@ -78,7 +75,7 @@ class DistillRecipe(SftRecipe):
         self._is_checked = True
 
     def _check_teacher(self) -> None:
-        """Raise if the teacher is missing, has other tokens, or is the student, so that there is nothing to learn."""
+        """Raise if the teacher is missing, has different tokens, or equals the student, which leaves nothing to learn."""
         teacher, may_be_stored = self.teacher, self.config.teacher_top_k and self.config.resume != "none"
         if teacher.problem is not None and may_be_stored:
             return
@@ -118,54 +115,34 @@ class DistillRecipe(SftRecipe):
     ) -> None:
         found = {"train": self.train, "held_out": None if self.config.skip_eval else self.held_out}
         parts = {name: part for name, part in found.items() if part is not None}
-        path, size = (earlier or folder) / REFERENCE, rows_per_evaluation(self.config)
-        columns = self.objective.num_columns(self.width)
+        size = rows_per_evaluation(self.config)
         teacher = self.teacher.identity if self.teacher.problem is None else ""
-        identities = {name: self._identify(part, teacher) for name, part in parts.items()}
-        rows = {name: int(self._starts[name][-1]) for name in parts}
         plan: Plan = session.plan
-        made = f"{plan.backend.name} {plan.precision} {size} {teacher}"
-        # A run that is continued keeps its numbers on every backend, and without the teacher.
-        stored = read_reference(path, identities, rows, made=None if earlier else made, columns=columns)
-        if stored is None:
-            if earlier is not None and path.exists():
-                message = f"{path} belongs to other data or another --teacher_top_k: it is computed again"
-                observer.on_event(Warned(message=message))
-            stored = {name: np.full((count, columns), np.nan, np.float32) for name, count in rows.items()}
-        missing = [
-            (name, range(start, min(start + size, len(part))))
-            for name, part in parts.items()
-            for start in range(0, len(part), size)
-            if np.isnan(stored[name][self._place(name, start, min(start + size, len(part)))]).any()
-        ]
-        if missing and self.teacher.problem is not None:
-            raise self.teacher.problem
-        several = max(1, -(-len(missing) // _SAVES))
-        for first in range(0, len(missing), several):
-            places = missing[first : first + several]
-            batches = (self._batch(parts[name], [[at] for at in place]) for name, place in places)
-            shown = reporting(batches, len(missing), observer, done=first, stage=_STAGE)
-            for (name, place), values in zip(places, session.task.teacher_rows(session, shown), strict=True):
-                if not np.isfinite(values).all():
-                    raise UserError(
-                        f"The teacher's log probabilities of the {name.replace('_', '-')} rows {place.start + 1} to {place.stop} "
-                        "are not finite.",
-                        why="it overflows in this precision, or has weights that are not finite.",
-                        do="use --precision fp32 or bf16, or another teacher",
-                    )
-                stored[name][self._place(name, place.start, place.stop)] = values
-            if writes:
-                write_reference(folder / REFERENCE, stored, identities, made=made)
-        if missing:
-            done = len(missing)
-            observer.on_event(Evaluating(done=done, total=done, what="batches", stage=_STAGE))
-        if writes and not (folder / REFERENCE).exists():
-            write_reference(folder / REFERENCE, stored, identities, made=made)
-        self._stored = stored
+
+        def compute(batches: Iterable[DistillBatch]) -> Iterable[Floats]:
+            if self.teacher.problem is not None:
+                raise self.teacher.problem
+            values: list[Floats] = session.task.teacher_rows(session, batches)
+            return values
+
+        self._stored = complete_reference(
+            folder=folder,
+            earlier=earlier,
+            identities={name: self._identify(part) for name, part in parts.items()},
+            starts={name: self._starts[name] for name in parts},
+            columns=self.objective.num_columns(self.width),
+            size=size,
+            made=f"{plan.backend.name} {plan.precision} {size} {teacher}",
+            make_batch=lambda name, places: self._batch(parts[name], [[at] for at in places]),
+            compute=compute,
+            role="teacher",
+            writes=writes,
+            observer=observer,
+        )
         session.task.forget_teacher()
 
-    def _identify(self, part: Corpus, teacher: str) -> str:
-        """Return a hash of everything besides the teacher that determines the stored values."""
+    def _identify(self, part: Corpus) -> str:
+        """Return a hash of everything except the teacher that determines the stored values."""
         objective = f"{self.objective.top_k} {self.objective.temperature} {self.width}"
         sha = hashlib.sha256(objective.encode())
         for numbers in (part.hashes(), part.num_supervised, part.lengths()):
@@ -182,9 +159,6 @@ class DistillRecipe(SftRecipe):
             if part is not None
         }
 
-    def _place(self, name: str, first: int, end: int) -> slice:
-        return slice(int(self._starts[name][first]), int(self._starts[name][end]))
-
     def _batch(self, corpus: Corpus, rows: Sequence[Sequence[int]]) -> DistillBatch:
         """Make a batch from rows of indices."""
         examples, pad_id = [[corpus[place] for place in row] for row in rows], self.tokenizer.pad_id
@@ -197,7 +171,8 @@ class DistillRecipe(SftRecipe):
         name = "train" if corpus is self.train else "held_out"
         stored = self._stored.get(name)
         if stored is not None:
-            stored = np.concatenate([stored[self._place(name, at, at + 1)] for row in rows for at in row])
+            starts = self._starts[name]
+            stored = np.concatenate([stored[starts[at] : starts[at + 1]] for row in rows for at in row])
         return DistillBatch(tokens=tokens, ce_weight=self.config.ce_weight, teacher=stored)
 
     def micro_batches(self, step: int) -> list[DistillBatch]:  # type: ignore[override]

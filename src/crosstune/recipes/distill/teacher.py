@@ -24,7 +24,7 @@ _SHOWN_TOKENS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """The teacher of a run. Its folder is looked up when it is needed: a run with stored distributions needs none."""
+    """The teacher of a run. Its folder is located on first use: a run with stored distributions does not need it."""
 
     config: Config
     student: Path
@@ -81,13 +81,13 @@ class Teacher:
         return teaches_by_base(plan.config.options(), is_student=True) and self.is_student
 
     def check_tokens(self, tokenizer: Tokenizer) -> None:
-        """Raise unless the tokens of the teacher are those of the student, which `tokenizer` has."""
+        """Raise unless the teacher has the tokens of the student's `tokenizer`."""
         theirs = self.tokenizer
         own, others = (each.rust.get_vocab(with_added_tokens=True) for each in (tokenizer, theirs))
         kinds = {
             "only the student has": sorted(own.keys() - others.keys(), key=own.__getitem__),
             "only the teacher has": sorted(others.keys() - own.keys(), key=others.__getitem__),
-            "other numbers have": [
+            "different ids have": [
                 token for token, number in own.items() if others.get(token, number) != number
             ],
         }
@@ -98,7 +98,7 @@ class Teacher:
         ]
         if found:
             raise UserError(
-                f"The teacher {self.name} has other tokens than the student.",
+                f"The teacher {self.name} does not have the tokens of the student.",
                 why=f"their probabilities are compared token by token, and {'; '.join(found)}.",
                 do="remove --add_tokens"
                 if self.config.add_tokens

@@ -90,7 +90,7 @@ class DistillLM(CausalLM):
             self._first = FirstWeights(trained)
 
     def forget_teacher(self) -> None:
-        """Free the teacher, when its distributions are stored."""
+        """Free the teacher, once its distributions are stored."""
         self._opened = self._first = None
 
     def arrays(self, batch: DistillBatch) -> Mapping[str, Array]:  # type: ignore[override]

@@ -20,13 +20,9 @@ from crosstune.files.safetensors_header import read_header
 from crosstune.process.this_process import hide_output
 from crosstune.recipes.latent_diffusion.batch import PairBatch
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
-from crosstune.recipes.latent_diffusion.torch_parts_blocks import (
-    FusedBlocks,
-    Packed,
-    cross_entropy,
-    pack_rows,
-)
+from crosstune.recipes.latent_diffusion.torch_parts_blocks import FusedBlocks
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel
+from crosstune.recipes.latent_diffusion.torch_parts_packed import Packed, cross_entropy, pack_rows
 from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler, signal_noise, to_clean
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, tokenize
 from crosstune.torch_engine.results import export

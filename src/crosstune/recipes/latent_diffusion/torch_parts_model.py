@@ -12,7 +12,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
-from crosstune.recipes.latent_diffusion.torch_parts_blocks import FusedBlocks, Packed
+from crosstune.recipes.latent_diffusion.torch_parts_blocks import FusedBlocks
+from crosstune.recipes.latent_diffusion.torch_parts_packed import Packed
 
 _TIME_COLUMNS = 256
 _TIME_SCALE = 1000.0

@@ -114,8 +114,8 @@ def normalize_heads_backward(
     is_latent: torch.Tensor,
     heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of the packed rows from those after the norms, of the norms' weights in the order of `norms`, and
-    the sum over the text tokens of the packed rows' gradients."""
+    """Return the gradients of the packed rows, given the gradients after the norms; the gradients of the norms' weights, in
+    the order of `norms`; and the sum of the packed rows' gradients over the text tokens."""
     latent_tokens = is_latent[:, None] != 0
     found: list[torch.Tensor] = []
     sums: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])

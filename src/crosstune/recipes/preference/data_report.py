@@ -12,7 +12,7 @@ from crosstune.recipes.preference.open_pairs import PreferenceCorpus
 from crosstune.recipes.preference.read_pairs import Preference
 
 MAX_MEASURED = 5000
-"""Lengths are measured in this many pairs."""
+"""Maximum number of pairs whose lengths are measured."""
 BIASED = 0.7
 MIN_PAIRS = 20
 BALANCE = "balance the lengths of the pairs"

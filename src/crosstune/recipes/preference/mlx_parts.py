@@ -8,16 +8,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from crosstune.core.protocols import Array
 from crosstune.data.batches.forked import ForkedBatch, separate_rows, split_forks
 from crosstune.data.batches.token_batch import TokenBatch
-from crosstune.mlx_engine.adapters import canonical_name
 from crosstune.mlx_engine.forks import can_share_prompts, run_branches
-from crosstune.mlx_engine.optimizer import put
 from crosstune.mlx_engine.task import Arrays, MetricSums
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM, CausalLoss
+from crosstune.mlx_engine.tasks.token_losses import TokenLoss, Weights
 from crosstune.recipes.preference.batch import OTHER, PreferenceBatch
 from crosstune.recipes.preference.losses import PreferenceLoss, loss_and_metrics, metric_names
 
@@ -44,7 +42,7 @@ class ForkedLM(CausalLM):
     _shares_prompts = False
 
     def find_sharing(self, model: nn.Module) -> None:
-        """Try whether the model can share prompts."""
+        """Test whether the model can share prompts."""
         # A layer that is recomputed in the backward pass does not fill a cache.
         recomputes = self.opening.plan.config.use_gradient_checkpointing
         self._shares_prompts = not recomputes and can_share_prompts(model)
@@ -87,7 +85,7 @@ class PreferenceLM(ForkedLM):
         return self.prepared
 
     def forget_reference(self) -> None:
-        """Free the initial weights, when all log probabilities of the reference are known."""
+        """Free the initial weights, once all log probabilities of the reference are known."""
         assert isinstance(self.prepared, AnswerLoss)
         self.prepared.forget_reference()
 
@@ -101,64 +99,34 @@ class PreferenceLM(ForkedLM):
         return session.map_batches(batches, loss.answer_log_probs)
 
 
-class ReferenceLoss(CausalLoss):
+class ReferenceLoss(TokenLoss):
     """A loss from the log probabilities of tokens; its reference is the model with its initial weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._reference = self.trained_weights()
 
-    def trained_weights(self) -> dict[str, mx.array]:
-        return {
-            canonical_name(name): array for name, array in tree_flatten(self.model.trainable_parameters())
-        }
-
     def forget_reference(self) -> None:
         self._reference = {}
 
     def of_reference(
-        self,
-        arrays: Arrays,
-        weights: dict[str, mx.array],
-        compute: Callable[[Arrays, dict[str, mx.array]], mx.array],
+        self, arrays: Arrays, weights: Weights, compute: Callable[[Arrays, Weights], mx.array]
     ) -> mx.array:
         """Return `compute` of the model with its initial weights, without dropout and gradients."""
-        was_training = self.model.training
-        put(self.model, self._reference)
-        self.model.eval()
-        try:
+        with self.other_weights(self._reference, weights):
             return mx.stop_gradient(compute(arrays, self._reference))
-        finally:
-            self.model.train(was_training)
-            put(self.model, weights)
 
     def token_log_probs(
-        self, feed: Arrays, weights: Mapping[str, mx.array], *, temperature: float = 1.0
+        self, feed: Arrays, weights: Weights, *, temperature: float = 1.0
     ) -> tuple[mx.array, mx.array]:
         """Return the log probability of each supervised token, and the entropy without a gradient."""
-        head = {name: weights[name] for name in self._head_weights}
-        split = self._split
 
-        def measure(targets: mx.array) -> Callable[..., tuple[mx.array, mx.array]]:
-            def run(hidden: mx.array, head: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
-                put(self.model, head)
-                logits = split.logits(hidden) if split is not None else hidden
-                log_probs = nn.log_softmax(logits.astype(mx.float32) / temperature, axis=-1)
-                entropy = -(mx.exp(log_probs) * log_probs).sum(axis=-1)
-                return mx.take_along_axis(log_probs, targets[:, None], axis=-1)[:, 0], entropy
+        def measure(logits: mx.array, chunk: slice) -> tuple[mx.array, mx.array]:
+            log_probs = nn.log_softmax(logits / temperature, axis=-1)
+            entropy = -(mx.exp(log_probs) * log_probs).sum(axis=-1)
+            return mx.take_along_axis(log_probs, feed["targets"][chunk][:, None], axis=-1)[:, 0], entropy
 
-            return run
-
-        found, entropies = list[mx.array](), list[mx.array]()
-        hidden = self._answers_hidden(feed)
-        for chunk in self._chunks(hidden if split is not None else None):
-            # Recomputed in the backward pass, so that only one chunk of logits is in memory.
-            part = mx.depends(hidden[chunk], found[-1:]) if found else hidden[chunk]
-            log_probs, entropy = mx.checkpoint(measure(feed["targets"][chunk]))(part, head)
-            found.append(log_probs)
-            entropies.append(mx.stop_gradient(entropy))
-        put(self.model, dict(head))
-        return mx.concatenate(found), mx.concatenate(entropies)
+        return self.measure(self._answers_hidden(feed), weights, measure)
 
     def _answers_hidden(self, feed: Arrays) -> mx.array:
         """Return the hidden states, or for a model that cannot be split the logits, of the supervised tokens."""
@@ -189,19 +157,10 @@ class AnswerLoss(ReferenceLoss):
         super().__init__(model)
         self.preference = preference
 
-    def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        return self._loss(arrays, self.trained_weights())
-
     def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
         return self(arrays)
 
-    def scaled(
-        self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
-    ) -> tuple[mx.array, MetricSums]:
-        total, metrics = self._loss(arrays, dict(weights))
-        return total * scale, metrics
-
-    def _loss(self, arrays: Arrays, weights: dict[str, mx.array]) -> tuple[mx.array, MetricSums]:
+    def sums(self, arrays: Arrays, weights: Weights) -> tuple[mx.array, MetricSums]:
         reference = arrays.get("reference")
         if reference is None and self.preference.needs_reference:
             reference = self._of_reference(arrays, weights)
@@ -226,7 +185,7 @@ class AnswerLoss(ReferenceLoss):
             found.append(self._log_probs(arrays, weights, prefix=OTHER)[0])
         return mx.concatenate(found)
 
-    def _estimate_kl(self, arrays: Arrays, weights: dict[str, mx.array]) -> mx.array:
+    def _estimate_kl(self, arrays: Arrays, weights: Weights) -> mx.array:
         """Return the mean log ratio of answers to other prompts, at least 0."""
         found = mx.stop_gradient(self._log_probs(arrays, weights, prefix=OTHER)[0])
         reference = arrays.get("other_reference")
@@ -235,7 +194,7 @@ class AnswerLoss(ReferenceLoss):
         return mx.maximum((found - reference).mean(), 0)
 
     def _log_probs(
-        self, arrays: Arrays, weights: Mapping[str, mx.array], *, prefix: str = ""
+        self, arrays: Arrays, weights: Weights, *, prefix: str = ""
     ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         """Return the log probability of each answer, and the entropy summed over tokens with their number."""
         feed = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
@@ -244,7 +203,7 @@ class AnswerLoss(ReferenceLoss):
         total = mx.zeros(arrays["lengths"].shape).at[feed["answers"]].add(found * counted)
         return total, ((entropies * counted).sum(), counted.sum())
 
-    def _of_reference(self, arrays: Arrays, weights: dict[str, mx.array], *, prefix: str = "") -> mx.array:
+    def _of_reference(self, arrays: Arrays, weights: Weights, *, prefix: str = "") -> mx.array:
         return self.of_reference(
             arrays, weights, lambda given, initial: self._log_probs(given, initial, prefix=prefix)[0]
         )

@@ -108,8 +108,8 @@ def tokenize(
     progress: OnProgress | None = None,
     ways: Sequence[str] = ("cut", "drop"),
 ) -> PreferenceCorpus:
-    """Tokenize preferences. One with an answer that does not fit the context with its prompt is an error with --truncation
-    error, and dropped with --truncation drop. `ways` are the values of --truncation that errors name."""
+    """Tokenize preferences. If an answer does not fit into the context with its prompt, the preference is dropped with
+    --truncation drop, and raises an error with --truncation error. `ways`: the values of --truncation that errors suggest."""
     rows = [row for one in found for row in one.conversations()]
     corpus = open_corpus(
         Source(name=name, parts=(RowsPart(name=name, loaded=rows),), form="messages"),

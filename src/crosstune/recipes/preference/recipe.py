@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from crosstune.config.conditions import is_precomputed
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing, Warned
+from crosstune.core.events import Observer, Observers, Tokenizing
 from crosstune.core.intervals import wilson
 from crosstune.core.protocols import Backward, Evaluation, Generates, Metrics, Sample, Session, Task
 from crosstune.core.weights import averaged
@@ -31,24 +31,11 @@ from crosstune.files.run_record import REFERENCE
 from crosstune.models.folder import folder_shape, longest_context
 from crosstune.recipes.preference.batch import Floats, PreferenceBatch, make_batch
 from crosstune.recipes.preference.data_report import account, describe_answers, pair_warnings
-from crosstune.recipes.preference.losses import (
-    ACCURACY,
-    ANSWER_LENGTH,
-    check_options,
-    make_loss,
-)
+from crosstune.recipes.preference.losses import ACCURACY, ANSWER_LENGTH, check_options, make_loss
 from crosstune.recipes.preference.open_pairs import PreferenceCorpus, open_preferences, tokenize
-from crosstune.recipes.preference.reference import (
-    model_identity,
-    read_reference,
-    write_reference,
-)
+from crosstune.recipes.preference.reference import complete_reference, model_identity
 from crosstune.recipes.preference.verdicts import Verdicts, reach_of
 from crosstune.recipes.sft import TokenRecipe, open_tokenizer, reporting, write_tokenizer
-
-_BATCHES_PER_SAVE, _MAX_SAVES = 16, 50
-"""Minimum number of batches of the reference between two saves, and about the maximum number of saves."""
-_STAGE = "reference"
 
 
 class PreferenceRecipe(TokenRecipe):
@@ -121,48 +108,27 @@ class PreferenceRecipe(TokenRecipe):
         """Set the reference's log probabilities of all answers: read them from the run, and compute the missing values."""
         found = {"train": self.train, "held_out": self.held_out}
         parts = {name: part for name, part in found.items() if part is not None}
-        record, path = session.task.base_record(), (earlier or folder) / REFERENCE
-        model, size = model_identity(self.config, record), rows_per_evaluation(self.config)
-        identities = {name: f"{_identity(part)} {model}" for name, part in parts.items()}
-        rows = {name: len(part) for name, part in parts.items()}
-        made = f"{session.plan.backend.name} {record['precision']} {size} {self.config.share_prompts}"
-        # A run that is continued keeps its numbers on every backend.
-        stored = read_reference(path, identities, rows, made=None if earlier else made)
-        if stored is None:
-            if earlier is not None and path.exists():
-                message = f"{path} belongs to other data or a different model: it is computed again"
-                observer.on_event(Warned(message=message))
-            stored = {name: np.full((count, 2), np.nan, np.float32) for name, count in rows.items()}
-        missing = [
-            (name, range(start, min(start + size, count)))
-            for name, count in rows.items()
-            for start in range(0, count, size)
-            if np.isnan(stored[name][start : start + size]).any()
-        ]
+        record, size = session.task.base_record(), rows_per_evaluation(self.config)
+        model = model_identity(self.config, record)
 
-        several = max(_BATCHES_PER_SAVE, -(-len(missing) // _MAX_SAVES))
-        for first in range(0, len(missing), several):
-            places = missing[first : first + several]
-            batches = (self._batch(parts[name], [[at] for at in place]) for name, place in places)
-            shown = reporting(batches, len(missing), observer, done=first, stage=_STAGE)
-            vectors = session.task.answer_log_probs(session, shown)
-            for (name, place), vector in zip(places, vectors, strict=True):
-                values = vector.reshape(-1, 2) if self.loss.is_paired else vector.reshape(2, -1).T
-                if not np.isfinite(values).all():
-                    raise UserError(
-                        f"The log probabilities of the {name.replace('_', '-')} rows {place.start + 1} to {place.stop} are not finite.",
-                        why="the model overflows in this precision, or has weights that are not finite.",
-                        do="use --precision fp32 or bf16, or a different model",
-                    )
-                stored[name][place.start : place.stop] = values
-            if writes:
-                write_reference(folder / REFERENCE, stored, identities, made=made)
-        if missing:
-            done = len(missing)
-            observer.on_event(Evaluating(done=done, total=done, what="batches", stage=_STAGE))
-        if writes and not (folder / REFERENCE).exists():
-            write_reference(folder / REFERENCE, stored, identities, made=made)
-        self._reference = stored
+        def compute(batches: Iterable[PreferenceBatch]) -> Iterable[Floats]:
+            vectors = session.task.answer_log_probs(session, batches)
+            return [each.reshape(-1, 2) if self.loss.is_paired else each.reshape(2, -1).T for each in vectors]
+
+        self._reference = complete_reference(
+            folder=folder,
+            earlier=earlier,
+            identities={name: f"{_identity(part)} {model}" for name, part in parts.items()},
+            starts={name: np.arange(len(part) + 1) for name, part in parts.items()},
+            columns=2,
+            size=size,
+            made=f"{session.plan.backend.name} {record['precision']} {size} {self.config.share_prompts}",
+            make_batch=lambda name, places: self._batch(parts[name], [[at] for at in places]),
+            compute=compute,
+            role="reference",
+            writes=writes,
+            observer=observer,
+        )
         session.task.forget_reference()
 
     def _check_start(self, session: Any) -> None:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crosstune.checkpoint.tensors import read_tensors, write_tensors
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
+from crosstune.core.events import Evaluating, Observer, Warned
 from crosstune.core.protocols import Array
 from crosstune.files.atomic_files import staged_file
 from crosstune.files.plain_files import file_sha256
+from crosstune.files.run_record import REFERENCE
 from crosstune.models.adapter_files import PEFT_WEIGHTS
+from crosstune.recipes.sft import reporting
 
 _HASH, _MADE = ".identity", "made"
 _LONGEST = 1000
 """Characters of a hash or a description in the file."""
+_BATCHES_PER_SAVE, _MAX_SAVES = 16, 20
+"""Minimum number of batches between two saves, and maximum number of saves."""
 
 
 def model_identity(config: Config, base: Mapping[str, Any]) -> str:
@@ -31,10 +37,72 @@ def model_identity(config: Config, base: Mapping[str, Any]) -> str:
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
-def write_reference(
-    path: Path, found: Mapping[str, Array], identities: Mapping[str, str], *, made: str
-) -> None:
-    """Write the log probabilities with hashes: of the data, the model, the values, and the way they were computed."""
+def complete_reference(
+    *,
+    folder: Path,
+    earlier: Path | None,
+    identities: Mapping[str, str],
+    starts: Mapping[str, NDArray[np.int64]],
+    columns: int,
+    size: int,
+    made: str,
+    make_batch: Callable[[str, range], Any],
+    compute: Callable[[Iterable[Any]], Iterable[Array]],
+    role: str,
+    writes: bool,
+    observer: Observer,
+) -> dict[str, Array]:
+    """Return the log probabilities of all examples: read them from the run, compute the missing ones, and store them.
+
+    `starts`: for each split, the first stored row of each example, then the number of rows. `make_batch` makes a batch of a range
+    of examples, and `compute` returns the values of each batch. `role`: reference or teacher.
+    """
+    path = (earlier or folder) / REFERENCE
+    rows = {name: int(places[-1]) for name, places in starts.items()}
+    # A continued run keeps its values on every backend.
+    stored = read_reference(path, identities, rows, made=None if earlier else made, columns=columns)
+    if stored is None:
+        if earlier is not None and path.exists():
+            message = f"{path} does not match the data, the model or the options: it is computed again"
+            observer.on_event(Warned(message=message))
+        stored = {name: np.full((count, columns), np.nan, np.float32) for name, count in rows.items()}
+
+    def stored_at(name: str, examples: range) -> Array:
+        return stored[name][starts[name][examples.start] : starts[name][examples.stop]]
+
+    places = [
+        (name, range(first, min(first + size, len(starts[name]) - 1)))
+        for name in starts
+        for first in range(0, len(starts[name]) - 1, size)
+    ]
+    missing = [place for place in places if np.isnan(stored_at(*place)).any()]
+    several = max(_BATCHES_PER_SAVE, -(-len(missing) // _MAX_SAVES))
+    for first in range(0, len(missing), several):
+        chunk = missing[first : first + several]
+        batches = (make_batch(*place) for place in chunk)
+        shown = reporting(batches, len(missing), observer, done=first, stage=role)
+        for (name, examples), values in zip(chunk, compute(shown), strict=True):
+            if not np.isfinite(values).all():
+                raise UserError(
+                    f"The {role}'s log probabilities of the {name.replace('_', '-')} rows {examples.start + 1} to {examples.stop} "
+                    "are not finite.",
+                    why="the model overflows in this precision, or has weights that are not finite.",
+                    do="use --precision fp32 or bf16, or a different model",
+                )
+            stored_at(name, examples)[:] = values
+        if writes:
+            _write(folder / REFERENCE, stored, identities, made=made)
+    if missing:
+        done = len(missing)
+        observer.on_event(Evaluating(done=done, total=done, what="batches", stage=role))
+    if writes and not (folder / REFERENCE).exists():
+        _write(folder / REFERENCE, stored, identities, made=made)
+    return stored
+
+
+def _write(path: Path, found: Mapping[str, Array], identities: Mapping[str, str], *, made: str) -> None:
+    """Write the log probabilities with hashes of the data, the model and the values, and with a description of the
+    computation."""
     arrays: dict[str, Array] = {_MADE: _letters(made)}
     for name, values in found.items():
         arrays[name] = np.ascontiguousarray(values, np.float32)
@@ -46,8 +114,8 @@ def write_reference(
 def read_reference(
     path: Path, identities: Mapping[str, str], rows: Mapping[str, int], *, made: str | None, columns: int = 2
 ) -> dict[str, Array] | None:
-    """Return the stored log probabilities, nan where they are not computed yet. None if there are none, or none of this data, this
-    model and, unless `made` is None, this computation. Raise if the file is damaged."""
+    """Return the stored log probabilities; missing ones are nan. Return None if there is no file, or if it is from different
+    data, a different model or, unless `made` is None, a different computation. Raise if it is damaged."""
     if not os.path.lexists(path):
         return None
     arrays = read_tensors(path)

@@ -40,13 +40,13 @@ class ReferenceLM(CausalLM):
         self._reference: FirstWeights | None = None
 
     def keep_reference(self, model: nn.Module, trained: Mapping[str, torch.nn.Parameter]) -> None:
-        """Keep the initial weights: with them, the model is the reference."""
+        """Keep the initial weights, with which the model is the reference."""
         self._reference = FirstWeights(trained)
         if self.decoder is None:
             self.shares_prompts = can_share_prompts(model, device=self.context.device)
 
     def forget_reference(self) -> None:
-        """Free the initial weights, when all log probabilities of the reference are known."""
+        """Free the initial weights, once all log probabilities of the reference are known."""
         self._reference = None
 
     def as_reference(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:

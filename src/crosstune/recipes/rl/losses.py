@@ -42,7 +42,7 @@ class Functions(Protocol):
     def abs(self, x: Any) -> Any: ...
 
     def sum_by(self, values: Any, numbers: Any, like: Any) -> Any:
-        """Return the sums of the values with each number, in an array of the shape of `like`."""
+        """Return the sum of the values with each number, in an array shaped like `like`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def advantages(rewards: Floats, *, name: str, scale: str) -> Floats:
 
 
 def deviation(rewards: Floats) -> Floats:
-    """Return the sample standard deviation of each row, without nan; 0 for fewer than two numbers."""
+    """Return the sample standard deviation of each row without its nan; 0 for fewer than two numbers."""
     count = (~np.isnan(rewards)).sum(axis=1)
     mean = np.nansum(rewards, axis=1) / np.maximum(count, 1)
     squares = np.nansum((rewards - mean[:, None]) ** 2, axis=1)
@@ -117,7 +117,7 @@ def deviation(rewards: Floats) -> Floats:
 
 
 def metric_names(loss: RlLoss) -> tuple[str, ...]:
-    """Return the names of the metrics of a training pass, which are TRL's."""
+    """Return the names of the metrics of a training pass, the same as TRL's."""
     clips = (
         ()
         if loss.name == "reinforce"

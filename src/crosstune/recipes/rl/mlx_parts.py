@@ -11,6 +11,7 @@ import mlx.nn as nn
 from crosstune.core.protocols import Array
 from crosstune.mlx_engine.task import Arrays, MetricSums
 from crosstune.mlx_engine.tasks.causal_lm import CausalLoss
+from crosstune.mlx_engine.tasks.token_losses import Weights
 from crosstune.recipes.preference.mlx_parts import ForkedLM, ReferenceLoss, detached
 from crosstune.recipes.rl.batch import RolloutBatch
 from crosstune.recipes.rl.losses import RlLoss, loss_and_metrics, metric_names
@@ -64,25 +65,16 @@ class AnswerTokensLoss(ReferenceLoss):
         super().__init__(model)
         self.rl = loss
 
-    def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        return self._loss(arrays, self.trained_weights())
-
-    def scaled(
-        self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
-    ) -> tuple[mx.array, MetricSums]:
-        total, metrics = self._loss(arrays, dict(weights))
-        return total * scale, metrics
-
     def of_tokens(self, arrays: Arrays) -> mx.array:
         return self._log_probs(arrays, self.trained_weights())
 
     def of_reference_tokens(self, arrays: Arrays) -> mx.array:
         return self.of_reference(arrays, self.trained_weights(), self._log_probs)
 
-    def _log_probs(self, arrays: Arrays, weights: dict[str, mx.array]) -> mx.array:
+    def _log_probs(self, arrays: Arrays, weights: Weights) -> mx.array:
         return self.token_log_probs(arrays, weights, temperature=self.rl.temperature)[0]
 
-    def _loss(self, arrays: Arrays, weights: dict[str, mx.array]) -> tuple[mx.array, MetricSums]:
+    def sums(self, arrays: Arrays, weights: Weights) -> tuple[mx.array, MetricSums]:
         log_probs, entropies = self.token_log_probs(arrays, weights, temperature=self.rl.temperature)
         total, sums = loss_and_metrics(
             self.rl,

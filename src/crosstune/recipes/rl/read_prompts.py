@@ -100,8 +100,8 @@ def read_prompts(config: Config) -> PromptRows[Prompt]:
 def tokenize(
     data: PromptRows[Prompt], tokenizer: Tokenizer, *, config: Config, model_limit: int | None
 ) -> PromptRows[Prompt]:
-    """Tokenize the prompts. With its longest answer, a prompt must fit the context: others are an error, or are dropped with
-    --truncation drop."""
+    """Tokenize the prompts. A prompt that leaves no room in the context for the longest answer is an error, or is dropped
+    with --truncation drop."""
     context = min(config.context_length, model_limit or config.context_length)
     most = context - config.max_new_tokens
     if most < 1:

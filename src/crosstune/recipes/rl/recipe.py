@@ -78,7 +78,6 @@ class RlRecipe:
         self.train, self.held_out = self.data.train, self.data.held_out
         self._rewards: Rewards | None = None
         self._rollouts: Rollouts | None = None
-        self._carried_rewards = ""
 
     def configure(self, config: Config) -> None:
         self.config = config
@@ -227,7 +226,7 @@ class RlRecipe:
     def carry_on(self, state: Mapping[str, Array], *, step: int) -> None:
         if _REWARDS in state and bytes(state[_REWARDS]).decode(errors="replace") != self.rewards.identity():
             message = (
-                "the rewards are not those of the checkpoint: the run continues with the rewards given now"
+                "the rewards differ from the rewards in the checkpoint: the run continues with the new ones"
             )
             self.observer.on_event(Warned(message=message, step=step))
         if "generation" in state and step % self.config.num_iterations:

@@ -185,7 +185,7 @@ class Generator:
         )
 
     def without_spread(self, scores: Scores) -> NDArray[np.bool_]:
-        """Return True for each group whose answers all have the same reward, or none."""
+        """Return True for each group in which all answers have the same reward, or none has one."""
         found = weighted_sum(scores.reshape(-1, scores.shape[2]), self.rewards.weights)
         return np.isclose(deviation(found.reshape(scores.shape[:2])), 0)
 
@@ -240,6 +240,6 @@ def measure(rollouts: Rollouts, names: Sequence[str], weights: Sequence[float]) 
 
 
 def nan_mean(values: NDArray[np.float64]) -> float:
-    """Return the mean of the values that are numbers; nan if there are none."""
+    """Return the mean of the values that are not nan; nan if there are none."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if known.size else float("nan")

@@ -14,7 +14,7 @@ from crosstune.core.intervals import Z95
 from crosstune.core.protocols import Metrics
 
 RECENT_STEPS = 8
-"""Steps that are averaged, at the start of a run and now."""
+"""Number of steps that are averaged, at the start of a run and at its current end."""
 COLLAPSED = 0.1
 """Fraction of its start value below which the entropy counts as collapsed, if it is also below `LOW_ENTROPY`."""
 LOW_ENTROPY = 0.1
@@ -100,7 +100,7 @@ class Verdicts:
             return (
                 f"the reward rises from {first.mean:.3g} to {last.mean:.3g}, but {name.removeprefix(WATCHED)} scores the answers "
                 f"{before.mean:.3g} before and {after.mean:.3g} now: the model may exploit a flaw of the reward; read the "
-                "samples, mend the reward, or add --beta 0.04"
+                "samples, fix the reward, or add --beta 0.04"
             )
         return ""
 
@@ -125,7 +125,7 @@ class Verdicts:
         reward = self._mean_of("reward", self._recent)
         return (
             f"in {share:.0%} of the groups all answers have the same reward (mean {reward:.3g}), so almost nothing is learned: "
-            "use prompts that the model solves sometimes, a reward with steps in between, more --num_generations, or "
+            "use prompts that the model solves sometimes, a graded reward, more --num_generations, or "
             "--dynamic_sampling 3"
         )
 

@@ -224,7 +224,7 @@ class GeneralRows:
         return Cache(layers=[_Layer(columns) for _ in layers])
 
     def _make_room(self, length: int) -> None:
-        """Move the used columns so that prompts of this length end at the last of them."""
+        """Move the used columns so that prompts of this length end at the last one."""
         columns = self._columns
         if not self._alive:
             columns.start = columns.end = 0

@@ -1,7 +1,7 @@
 """Implement the operations of the fast layers with plain torch, on any device.
 
-Norms, rotations and the loss are computed in fp32 or wider; gated activations in the dtype of their inputs, as in transformers.
-On a CPU their time is passes over memory, so they write in place where possible.
+Norms, rotations and the loss are computed in fp32 or wider; gated activations in the dtype of their inputs, as in
+transformers. On a CPU, passes over memory dominate the time, so operations write in place where possible.
 """
 
 from __future__ import annotations
@@ -13,14 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from crosstune.estimate.fast_layers import LOGITS_IN_CACHE
-from crosstune.torch_engine.kernels.operations import (
-    Heads,
-    Norm,
-    QKNorms,
-    Quantize,
-    Rows,
-    Triple,
-)
+from crosstune.torch_engine.kernels.operations import Heads, Norm, QKNorms, Quantize, Rows, Triple
 from crosstune.torch_engine.quant.fp8 import LARGEST, SMALLEST_AMAX
 
 _aten = torch.ops.aten

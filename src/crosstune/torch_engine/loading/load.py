@@ -126,8 +126,8 @@ def load_model(
 
 
 def forget_row_lengths(model: nn.Module) -> None:
-    """Compute `dynamic` rotary frequencies from the rows at hand: transformers keeps those of the longest row so far, and a resumed
-    run would differ."""
+    """Compute `dynamic` rotary frequencies from the current rows only. transformers keeps the frequencies of the longest row
+    so far, so a resumed run would differ."""
 
     def start_again(module: Any, _: Any) -> None:
         found = module.original_inv_freq.to(module.inv_freq.device)

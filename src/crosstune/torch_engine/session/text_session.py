@@ -164,8 +164,8 @@ class TextSession(TorchSession):
             free_gathered(self.model)
 
     def _generating_decoder(self, longest: int, num_new: int) -> FastDecoder | None:
-        """Return the fast layers for rows of this length: those of training; for a model that is not trained, layers that share
-        its weights; otherwise layers with copies, if they fit and the answers are long enough."""
+        """Return the fast layers for rows of this length: the layers of training; for a model that is not trained, layers
+        that share its weights; otherwise layers with copies, if they fit and the answers are long enough."""
         known, config = self.task.decoder or self._decoder, self.plan.config
         if longest > longest_for_rope(self.model.config):
             return None

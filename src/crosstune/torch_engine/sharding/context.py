@@ -1,7 +1,7 @@
 """Divide the tokens of each row among ranks: every rank computes two pieces of a row and attends to the keys of all ranks.
 
-Torch's own ring attention has no kernel for CPUs and needs a kernel that returns its log-sum-exp. Here the keys and values of a
-layer are gathered before its attention, and their gradients are summed back after it: the same numbers, with any kernel.
+Torch's own ring attention needs a kernel that returns its log-sum-exp, and has none for CPUs. Here all ranks gather the keys
+and values of a layer before its attention, and sum their gradients after it: this gives the same results with any kernel.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from crosstune.torch_engine.device import evaluating
 from crosstune.torch_engine.sharding.local_shard import free_gathered
 
 ATTENTION = "crosstune_context"
-"""Name of the attention below among those of transformers."""
+"""The name under which transformers finds `attend`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPart:
     """The part of every row on this rank.
 
-    Causal attention of later tokens has more keys. Of 2 N equal pieces, rank i has the pieces i and 2 N - 1 - i, so all ranks
-    have the same work.
+    Later tokens attend to more keys. A row is cut into 2 N equal pieces, and rank i gets pieces i and 2 N - 1 - i, so that
+    all ranks have the same amount of work.
     """
 
     number: int
@@ -90,7 +90,7 @@ class _Gather(torch.autograd.Function):
         pairs = zip(pieces[: part.count], reversed(pieces[part.count :]), strict=True)
         parts = torch.cat([torch.cat(pair, dim=2) for pair in pairs])
         own = parts.new_empty((len(parts) // part.count, *parts.shape[1:]))
-        # Newer versions of torch warn of the older name.
+        # Newer versions of torch deprecate the older name.
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         reduce_scatter(own, parts, group=part.group)
         return own, None
@@ -107,7 +107,7 @@ def attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return the attention of this rank's queries; like transformers' own for rows that are not divided."""
+    """Return the attention of this rank's queries; for rows that are not divided, the attention of transformers."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if context_part is None:
@@ -132,7 +132,8 @@ def attend(
 
 
 def _causal_mask(size: int, seen: int, device: torch.device) -> torch.Tensor:
-    """Return the mask of the last `size` of `seen` tokens. Fused kernels of GPUs take it as a word; CPUs have none that do."""
+    """Return the mask of the last `size` of `seen` tokens: on a GPU, a bias type that fused kernels recognize; on a CPU, a
+    tensor."""
     if device.type == "cpu":
         return torch.ones(size, seen, dtype=torch.bool).tril(seen - size)
     from torch.nn.attention.bias import causal_lower_right  # slow to import: it needs torch's compiler
@@ -150,13 +151,15 @@ def register_attention() -> None:
 
 
 def part_options(positions: torch.Tensor, part: RowPart) -> dict[str, Any]:
-    """Return the arguments of a model for its part of the rows. It passes the mask on as it is, and `attend` needs none."""
+    """Return the model's arguments for its part of the rows. The mask is a placeholder: the model passes it on, and `attend`
+    ignores it."""
     mask = torch.zeros(1, 1, 1, 1, device=positions.device)
     return {"position_ids": positions, "attention_mask": mask, "context_part": part}
 
 
 def check_parts(model: Any, part: RowPart, *, device: torch.device) -> None:
-    """Raise if the model cannot divide its rows; a trial compares its logits with those of a whole row. Every rank calls this."""
+    """Raise if the model cannot divide its rows: a trial compares its logits with the logits of a whole row. Collective:
+    every rank must call it."""
     config, why = model.config, ""
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     ropes = getattr(config, "rope_parameters", None) or {}
@@ -165,11 +168,9 @@ def check_parts(model: Any, part: RowPart, *, device: torch.device) -> None:
     elif kinds or (not hasattr(config, "layer_types") and getattr(config, "sliding_window", None)):
         why = f"its layers have {', '.join(sorted(kinds)) or 'a sliding window'}, and only plain causal attention is divided"
     elif ropes.get("rope_type") in ("dynamic", "longrope"):
-        why = (
-            f"its rotary positions ({ropes['rope_type']}) depend on the length of the row, which no rank has"
-        )
+        why = f"its rotary positions ({ropes['rope_type']}) depend on the length of the row, which no rank knows"
     elif not _agrees(model, part, device):
-        why = "in a trial, its logits were not those of a whole row: its layers do more along a row than attention"
+        why = "in a trial, its logits differ from a whole row's: a layer other than attention mixes tokens"
     if why:
         raise UserError(
             f"--context_parallel does not work with {type(model).__name__}.", why=f"{why}.", do="remove it"

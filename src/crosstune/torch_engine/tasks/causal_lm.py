@@ -294,7 +294,7 @@ class CausalLM:
 
 
 def row_positions(model: nn.Module, positions: torch.Tensor) -> torch.Tensor:
-    """Return the positions of text as the model takes them: in some families, with those of time, height and width."""
+    """Return the positions of text in the model's form: some families also take time, height and width."""
     family = family_of(getattr(model, "config", None))
     return positions.expand(4, -1, -1) if family is not None and family.layout == "grid" else positions
 

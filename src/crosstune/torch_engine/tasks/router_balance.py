@@ -12,7 +12,7 @@ from crosstune.core.errors import UserError
 
 
 def check_router_balance(model: nn.Module) -> None:
-    """Raise if a model does not return what its routers computed."""
+    """Raise if a model does not return the logits of its routers."""
     if "output_router_logits" not in inspect.signature(model.forward).parameters:
         raise UserError(
             f"--router_aux_loss_coef does not apply to {type(model).__name__}.",
@@ -22,8 +22,9 @@ def check_router_balance(model: nn.Module) -> None:
 
 
 def router_balance(model: Any, router_logits: Any, real: torch.Tensor | None) -> torch.Tensor:
-    """Return the number of experts times the product of an expert's share of the choices and its mean probability, summed
-    over the experts: the number of experts per token if all are chosen alike. `real` marks the tokens that are not padding."""
+    """Return the balance loss: the number of experts times the sum, over the experts, of an expert's share of the choices
+    times its mean probability. It equals the number of experts per token if all are chosen equally often. `real` marks the
+    tokens that are not padding."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     found: torch.Tensor = load_balancing_loss_func(

@@ -30,7 +30,7 @@ class Reward:
         raise NotImplementedError
 
     def identity(self) -> Any:
-        """Return what determines the scores next to the text of the request, as JSON."""
+        """Return everything, apart from the text of the request, that determines the scores, as JSON."""
 
     def close(self) -> None:
         """End child processes and free models, if there are any."""

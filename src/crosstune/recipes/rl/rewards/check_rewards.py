@@ -10,7 +10,7 @@ from crosstune.config.options.rewards import FUNCTION, OF_COLUMNS, RewardSpec, p
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.files.plain_files import read_plain_text
-from crosstune.recipes.rl.rewards.functions import read_schema
+from crosstune.recipes.rl.rewards.functions import check_file, read_schema
 
 _RUBRIC_LIMIT, _FILE_LIMIT = 1 << 20, 16 << 20
 
@@ -70,13 +70,8 @@ def read_rubric(file: str | None) -> str:
         )
     text = read_plain_text(Path(file).expanduser(), limit=_RUBRIC_LIMIT).strip()
     if not text:
-        raise UserError(f"The rubric {file} is empty.", do="describe there what makes an answer good")
+        raise UserError(f"The rubric {file} is empty.", do="describe in it what makes an answer good")
     return text
-
-
-def check_file(file: Path, text: str) -> None:
-    if not file.is_file():
-        raise UserError(f"There is no file {file} (--reward {text}).", do="check the path")
 
 
 def _check_function(spec: RewardSpec) -> None:

@@ -1,7 +1,7 @@
-"""The child process of an answer's code: close its ways out, run the code and its tests, and report how many passed.
+"""Run an answer's code and its tests in this child process, with restrictions, and report how many tests passed.
 
-This file runs on its own, without importing crosstune. It is no security boundary: the code runs in the same process as the
-tests, and reads what the user can read. docs/guide/rewards.md says what it prevents.
+This file runs on its own, without importing crosstune. It is not a security boundary: the code runs in the same process as
+the tests, and can read all files of the user. docs/guide/rewards.md lists what it prevents.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from crosstune.recipes.rl.rewards.answer_checks import Reward, Scores, final_tex
 
 _PROGRAMS = Path(__file__).parent
 _START_S = 60.0
-"""Shortest time limit for the import of a file: of large libraries, on a busy machine."""
+"""Minimum time limit for importing a file: large libraries are slow on a busy machine."""
 _PATTERN_S = 2.0
 """Longest time of a pattern for one answer."""
 _MOST_AT_ONCE = 8
@@ -50,8 +50,7 @@ class FunctionReward(Reward):
             environment=child_environment({}),
         )
         self._text, self._has_scored = text, False
-        if not file.is_file():
-            raise UserError(f"There is no file {file} (--reward {text}).", do="check the path")
+        check_file(file, text)
         if problem := self._start():
             raise self._unusable(problem)
 
@@ -99,6 +98,11 @@ class FunctionReward(Reward):
             why=f"{problem}.",
             do=f"{define}, and return a list of numbers",
         )
+
+
+def check_file(file: Path, text: str) -> None:
+    if not file.is_file():
+        raise UserError(f"There is no file {file} (--reward {text}).", do="check the path")
 
 
 class PatternReward(Reward):
@@ -226,7 +230,7 @@ def _columns(answers: Sequence[ScoredAnswer]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; dates and other objects become text."""
+    """Return a value in JSON types; dates and other objects become text."""
 
     def convert(other: Any) -> Any:
         return other.tolist() if hasattr(other, "tolist") else str(other)

@@ -43,7 +43,7 @@ class JudgeReward(Reward):
         if self._scorer.compares:
             raise UserError(
                 f"The judge {shown(run)} cannot give rewards.",
-                why="it learned which of two answers is better, and gives a single answer no score.",
+                why="it compares two answers, and cannot score a single one.",
                 do="train one with scores, or a reward model: crosstune judge train --head scalar",
             )
 
@@ -70,11 +70,12 @@ class ServerReward(Reward):
     server: ServerModel
     rubric: str
     patience_s: float
-    """Time without any answer of the server until the run ends."""
+    """Time without any answer from the server after which the run ends."""
     warn: Callable[[str], None]
 
     def score(self, answers: Sequence[ScoredAnswer]) -> Scores:
-        """Score the answers; while the server is away, wait longer and longer, and raise RewardUnavailable at last."""
+        """Score the answers. While the server does not respond, retry after ever longer waits; finally raise
+        RewardUnavailable."""
         found: dict[int, float | str | None] = {}
         waited_s, wait_s = 0.0, _FIRST_WAIT_S
         while missing := [place for place in range(len(answers)) if place not in found]:

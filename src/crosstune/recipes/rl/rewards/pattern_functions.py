@@ -1,4 +1,5 @@
-"""Match an answer with a pattern or a JSON schema, in the child process of a reward function: a pattern may need hours.
+"""Match an answer with a pattern or a JSON schema, in the child process of a reward function, since a pattern can run for
+hours.
 
 This file runs on its own, without importing crosstune.
 """
