@@ -309,10 +309,10 @@ class _Model:
         while len(made) < max_new_tokens:
             last = self.logits(tokens[place:], start=place)[-1]
             place, token = len(tokens), int(last.argmax())
-            if self._library.llama_vocab_is_eog(self.vocab, token):
-                break
             made.append(token)
             tokens.append(token)
+            if self._library.llama_vocab_is_eog(self.vocab, token):
+                break
         return made
 
 
