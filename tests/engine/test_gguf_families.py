@@ -328,3 +328,15 @@ def test_an_importance_matrix_lowers_the_error_where_it_weighs(tmp_path: Path) -
     )  # type: ignore[method-assign]
     found = input_squares(layer, [[1, 2], [3], [5, 1]], device=torch.device("cpu"))
     np.testing.assert_allclose(found["0"], np.array([1, 0, 4, 9]) * (1 + 4 + 9 + 25 + 1) / 5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-38, 1e37])
+def test_columns_without_importance_keep_their_values(weight: float) -> None:
+    values = np.random.default_rng(0).standard_normal((8, 512)).astype(np.float32)
+    importance = np.array([weight] * 256 + [1.0] * 256, np.float32)
+    for kind in ("Q3_K", "Q4_0", "Q4_K", "Q5_0", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"):
+        wanted, found = (
+            np.square(decode(gguf_writer.encode(values, kind, name="x", importance=each), kind) - values)
+            for each in (None, importance)
+        )
+        assert found.sum() < 1.3 * wanted.sum(), kind
