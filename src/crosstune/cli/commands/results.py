@@ -322,6 +322,8 @@ def _report_lines(report: Report) -> Iterable[Line]:
                 f"{answers['same']} of {answers['compared']} greedy answers ({answers['tokens']} tokens) agree with the trained model at "
                 f"every token"
             )
+            if answers["difference"]:
+                yield f"         {answers['difference']}"
     yield "  differences of logits from the trained model; below its bound, `relative` is explained by rounding"
     for name, agreement in report.get("against_trained", {}).items():
         yield f"{'  ' + name:<15} against the trained model: {_agreement(agreement)}"
