@@ -53,11 +53,13 @@ def window(tiny_model: Path) -> list[TokenBatch]:
     return [pad_rows(examples, pad_id=0)]
 
 
-def train(model: Path, window: list[TokenBatch], folder: Path, **options: Any) -> tuple[TorchSession, Path]:
+def train(
+    model: Path, window: list[TokenBatch], folder: Path, *, lr: float = 1e-2, **options: Any
+) -> tuple[TorchSession, Path]:
     asked = {"backend": "cpu", "precision": "fp32", "model_name": str(model)} | options
     session = open_torch(make_plan(make_config(**asked)), model_folder=model)
     for _ in range(4):
-        train_step(session, window, lr=1e-2)
+        train_step(session, window, lr=lr)
     return session, session.save_result(folder)
 
 
@@ -124,6 +126,25 @@ def test_the_report_compares_both_values_of_into(
         assert json.loads((out / "crosstune.json").read_text())["merged"]["into"] == into
         assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float32
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "dequantized", "original"]
+
+
+@pytest.mark.parametrize(("lr", "bits", "warns"), [(1e-5, 16, True), (1e-5, 32, False), (1e-2, 16, False)])
+def test_rounding_that_undoes_a_short_training_is_warned_of(
+    tiny_model: Path,
+    window: list[TokenBatch],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    lr: float,
+    bits: int,
+    warns: bool,
+) -> None:
+    _, adapter = train(tiny_model, window, tmp_path, lr=lr)
+    dtype = {16: "bf16", 32: "fp32"}[bits]
+    assert main(["merge", str(adapter), "--dtype", dtype, "--backend", "cpu", "--json"]) == 0
+    warnings = json.loads(capsys.readouterr().out)["warnings"]
+    assert [("rounding" in each, "--dtype fp16 or fp32" in each) for each in warnings] == [
+        (True, True)
+    ] * warns
 
 
 def test_another_base_is_refused(

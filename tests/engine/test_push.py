@@ -215,6 +215,18 @@ def test_the_card_has_results_and_no_rows_paths_or_secrets(
     )
 
 
+def test_only_files_of_a_model_are_published(run: Path, tmp_path: Path) -> None:
+    theirs = shutil.copytree(run, tmp_path / "theirs")
+    (theirs / "adapter" / SUMS).unlink(missing_ok=True)
+    for name in ("notes.txt", "rows.json"):
+        (theirs / "adapter" / name).write_text(json.dumps({"text": ROW}))
+    words = ["push", str(theirs), "--to", "me/tuned", "--base", "org/base", "--license", "mit", "--dry_run"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= found
+    assert not found & {"notes.txt", "rows.json"}
+
+
 def test_what_cannot_be_pushed(
     run: Path,
     tiny_model: Path,

@@ -24,6 +24,7 @@ from crosstune.loop import save
 from crosstune.models.tiny import tiny_model
 from crosstune.report.charts import run_charts
 from crosstune.report.files import load_run
+from crosstune.report.tables import reproduce_command
 from crosstune.runs.pipeline import RunResult, choose_folder, train
 
 NUM_STEPS = 5
@@ -358,11 +359,17 @@ def test_a_resumed_run_keeps_its_command_and_its_requested_options(bench: Bench,
     train(make_config(**options), observers=[], command=["crosstune", "train", "--first"])
     first = load_run(folder)
     again = make_config(resume=str(folder), max_steps=4, overwrite=False)
-    for _ in range(2):  # what a resume adds must not be taken for a request by the next one
-        train(again, observers=[], command=["crosstune", "train", "--resume"])
+    for more in (
+        [],
+        ["--max_steps", "5"],
+    ):  # what a resume adds must not be taken for a request by the next one
+        train(again, observers=[], command=["crosstune", "train", "--resume", "run", *more])
         again = make_config(resume=str(folder), max_steps=5)
     resumed = load_run(folder)
     assert resumed.plan["command"] == ["crosstune", "train", "--first"]
+    assert reproduce_command(resumed).replace(" \\\n ", "").splitlines() == [
+        "crosstune train --first", "crosstune train --resume run --max_steps 5",
+    ]  # fmt: skip
     assert resumed.asked.keys() == first.asked.keys() and resumed.asked["max_steps"] == 5
     marks = {tuple((mark.at, mark.label) for mark in chart.marks)[:2] for chart in run_charts(resumed)}
     assert marks == {((2.0, "resumed"), (4.0, "resumed"))}

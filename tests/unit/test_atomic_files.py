@@ -199,6 +199,7 @@ ENDED = """
 import os, signal, sys
 from pathlib import Path
 from crosstune.files.atomic_files import staged_file, staging_folder
+signal.signal(getattr(signal, sys.argv[2]), signal.SIG_DFL)  # nohup ignores SIGHUP
 folder = Path(sys.argv[1])
 with staged_file(folder / "file") as file, staging_folder(folder / "out") as home:
     file.write_text("half")

@@ -80,6 +80,9 @@ def test_every_address_of_the_models_says_that_they_load() -> None:
             return found.status, json.loads(found.read())
 
         assert [answer(path)[0] for path in ("/health", "/v1/models", "/v1/models/m")] == [503] * 3
+        with pytest.raises(UserError, match="loading") as caught:
+            connect(router.url)
+        assert caught.value.do == "wait until the server has loaded its model, then try again"
         router.routes.models["m"] = Upstream(port=1, model="m")
         assert answer("/health")[0] == 200 and answer("/v1/models")[1]["data"][0]["id"] == "m"
         assert answer("/v1/models/m")[0] == 200 and answer("/v1/models/other")[0] == 404

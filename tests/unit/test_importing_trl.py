@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_importing import DPO, TRL, write
+from imported import DPO, TRL, write
 
 from crosstune.config.load import load_config
 from crosstune.importing.translate import import_file

@@ -214,7 +214,7 @@ def test_a_file_cut_short_or_of_another_kind(tmp_path: Path, original: Path) -> 
     whole = path.read_bytes()
     within = whole.index(b"tokenizer.ggml.tokens") + 100
     for data, why in (
-        (whole[:-1000], "its tensors end after"),
+        (whole[:-1000], f"of {len(whole):,}"),
         (whole[:within], "the file ends within 'tokenizer.ggml.tokens'"),
         (whole[:10], "it ends within its header"),
         (b"", "it is empty"),
@@ -275,6 +275,6 @@ def test_counts_beyond_the_file_are_refused_before_the_package_reads_them(
     path.write_bytes(good[: len(good) // 3])
     assert "m.gguf is not a complete GGUF file" in refused(path, tmp_path)
     path.write_bytes(good[:-1])
-    assert f"it has {len(good) - 1:,} bytes, and its tensors end after {len(good):,}" in refused(
-        path, tmp_path
-    )
+    assert f"it has {len(good) - 1:,} bytes of {len(good):,}" in refused(path, tmp_path)
+    path.write_bytes(good[: good.index(b"llama.context_length") + len("llama.context_length") + 6])
+    assert "the file ends within 'llama.context_length'." in refused(path, tmp_path)

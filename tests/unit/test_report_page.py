@@ -293,6 +293,7 @@ def test_the_direction_of_a_metric_is_that_of_its_name() -> None:
     assert change_between(0.5, 0.4, display_of("judge/accuracy", [0.5, 0.4])).verdict == "worse"
     assert change_between(2.0, 2.0, display_of("loss", [2.0])).verdict == "unchanged"
     bleu = display_of("bleu", [0.1, 30.0])
+    assert [display_of(name, [1.0]).label for name in ("kl", "sft_loss", "mae")] == ["KL", "SFT loss", "MAE"]
     assert bleu.label == "BLEU" and change_between(0.1, 30.0, bleu).amount.text == "+29.9 points"
 
 
@@ -331,6 +332,13 @@ def test_the_page_of_rewards_shows_a_few_metrics_under_plain_names(tmp_path: Pat
         assert detail not in headings, detail
     one = {name: [value] for name, value in answers.items() if "watch" not in name}
     assert page_metrics(one) == ["reward", "completions/mean_length", "completions/clipped_ratio"]
+    assert "more metrics" not in write_report(run).read_text(encoding="utf-8")
+    write_lines(
+        run / "events.jsonl",
+        [row | {"metrics": answers | {f"other{n}": 1.0 for n in range(4)}} for row in rows],
+    )
+    html = write_report(run).read_text(encoding="utf-8")
+    assert html.index("Evaluation reward<") < html.index("more metrics</summary>") < html.index("other3")
     other = {"loss": [1.0], "rewards/accuracies": [0.5], "time": [1.0]}
     assert page_metrics(other) == list(other)
 

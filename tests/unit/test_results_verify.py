@@ -14,6 +14,7 @@ from crosstune.models.adapter_files import copy_template, copy_tokenizer, save_t
 from crosstune.models.quantized_folder import dense_bytes, stored_format
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.models.weights import Tensor, write_safetensors
+from crosstune.results.gguf_check import compare_answers
 from crosstune.results.verify import chat_problems
 
 
@@ -96,3 +97,22 @@ def test_a_stop_token_of_minus_one_means_none(bare: Path) -> None:
     (bare / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 2]}))
     assert Tokenizer.from_folder(bare).stop_ids >= {2}
     assert -1 not in Tokenizer.from_folder(bare).stop_ids
+
+
+def test_an_answer_that_ends_too_early_in_llama_cpp_is_a_difference(bare: Path) -> None:
+    tokenizer = Tokenizer.from_folder(bare)
+    end = tokenizer.rust.token_to_id(tokenizer.eos_token)
+    [word, other] = tokenizer.rust.encode("ab", add_special_tokens=False).ids[:2]
+    prompt, made = [3, 4], [word, end]
+    logits = np.zeros((4, 512), np.float32)
+    logits[1, word] = logits[2, end] = 9.0
+    counts, explained = compare_answers([(prompt, made)], [logits], 0.5, tokenizer)
+    assert counts == {"compared": 1, "same": 1, "tokens": 2, "difference": ""} and explained
+    logits[2, other] = 9.5  # nearly the same: rounding may choose either
+    counts, explained = compare_answers([(prompt, made)], [logits], 0.5, tokenizer)
+    assert counts["same"] == 0 and explained
+    logits[2, other] = 12.0
+    counts, explained = compare_answers([(prompt, made)] * 2, [logits] * 2, 0.5, tokenizer)
+    assert counts["same"] == 0 and not explained
+    words = [repr(tokenizer.decode([each], keep_special=True)) for each in (word, end, other)]
+    assert counts["difference"] == "after {}, llama.cpp continues with {} instead of {}".format(*words)

@@ -217,6 +217,12 @@ LLAMA = {
         ({"num_key_value_heads": 3}, "3 kv heads"),
         ({"hidden_size": "many"}, "hidden_size, got 'many'"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers, got 1000000000"),
+        (
+            {"rope_parameters": {"factor": float("inf")}},
+            "finite numbers, and a factor that is not 0 or null at rope_parameters",
+        ),
+        ({"rope_scaling": {"full": {"beta_slow": float("nan")}}}, "finite numbers"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "a factor that is not 0"),
         ({"text_config": {"hidden_size": -1}}, "text_config.hidden_size, got -1"),
         ({"quantization": {"group_size": 64}}, "it lacks quantization.bits"),
     ],

@@ -23,6 +23,7 @@ from report_runs import HOSTILE, PLAN, STEP, Page, make_run, write_lines
 from ui_server import WAIT_S, Served, serving, until
 
 from crosstune.core.errors import UserError
+from crosstune.files.run_lock import hold
 from crosstune.ui.guard import Guard, read_token
 from crosstune.ui.runs import MOST_BYTES, NUM_BUCKETS, Runs
 from crosstune.ui.server import make_server
@@ -307,12 +308,33 @@ def test_a_ladder_is_shown_as_its_page(tmp_path: Path) -> None:
         "promise": "same",
         "measured": {"speed": 1.5, "memory": 1.0},
     }
-    (folder / "ladder.json").write_text(json.dumps({"rungs": [rung], "criteria": [], "ends": {}}))
     with serving(tmp_path) as served:
         [group] = served.get("/api/runs")["groups"]
-        assert group == {"name": "climb", "kind": "ladder", "runs": 1}
+        assert group == {"name": "climb", "kind": "ladder", "runs": 1}, "before it has a result"
+        assert "ladder has no result: it was stopped" in served.get("/api/page?run=climb")
+        with hold(folder):
+            until(lambda: "ladder is running" in served.get("/api/page?run=climb"))
+        (folder / "ladder.json").write_text(json.dumps({"rungs": [rung], "criteria": [], "ends": {}}))
+        assert served.get("/api/runs")["groups"] == [group]
         assert [run["name"] for run in served.get("/api/runs?in=climb")["runs"]] == ["climb/trials/original"]
         assert "Packing &lt;b&gt;" in served.get("/api/page?run=climb")
+
+
+def test_the_page_offers_what_can_be_done_with_a_result(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "my run")
+    summary = json.loads((folder / "summary.json").read_text())
+    with serving(tmp_path) as served:
+
+        def uses(**more: Any) -> Any:
+            (folder / "summary.json").write_text(json.dumps(summary | more))
+            return served.get("/api/run?run=my%20run")["uses"]
+
+        adapter = {"generates": True, "result": "runs/x/adapter", "status": "finished"}
+        assert uses(**adapter) == ["chat", "merge", "export"]
+        assert uses(**adapter | {"result": "runs/x/model"}) == ["chat", "export"], "nothing to merge"
+        assert uses(**adapter | {"generates": False}) == [], "a scalar judge, latent diffusion"
+        assert uses(**adapter | {"status": "stopped"}) == uses(**adapter | {"result": None}) == []
+        assert served.get("/api/run?run=my%20run")["list_command"] == f"crosstune checkpoint list '{folder}'"
 
 
 def test_plan_of_an_unfinished_run(tmp_path: Path) -> None:

@@ -70,6 +70,17 @@ def plan_on(machine: Machine, *, environment: dict[str, str], **asked: Any) -> P
     return planned.plan_on(machine, shape=shape_for_size(7), facts={"environment": environment}, **asked)
 
 
+@pytest.mark.parametrize(("asked", "rows"), [({}, 4), ({"use_gradient_checkpointing": False}, 1)])
+def test_the_largest_batch_is_that_of_the_plan_with_its_checkpointing(
+    asked: dict[str, Any], rows: int
+) -> None:
+    """Without checkpointing not even one row fits here."""
+    plan = plan_on(apple(32), environment={}, backend="mps", train_type="qlora", batch_size="auto", **asked)
+    assert plan.config.batch_size == rows
+    if not asked:
+        assert plan.config.use_gradient_checkpointing and plan.estimated_bytes <= plan.usable_bytes
+
+
 def test_the_watermark_reaches_the_plan() -> None:
     asked: dict[str, Any] = {"backend": "mps", "train_type": "qlora", "batch_size": 8}
     usual, small = (plan_on(apple(64), environment=env, **asked) for env in ({}, {HIGH: "0.3"}))

@@ -29,6 +29,11 @@ _AWAY = (408, 409, 425, 429)
 _MOVED = (301, 302, 303, 307, 308)
 _REJECTED = (400, 413, 422)
 """Statuses that concern the content of a request."""
+_ADVICE = {
+    404: "check the address and the name of the model",
+    429: "try again later",
+    503: "wait until the server has loaded its model, then try again",
+}
 _OTHER_NAMES = {"repetition_penalty": ("repetition_penalty", "repeat_penalty")}
 """Sampling setting -> its names in servers: llama.cpp has its own for some."""
 
@@ -162,7 +167,7 @@ def _refused(url: str, code: int, body: bytes, api_key: str) -> UserError:
     kind = RequestRejected if code in _REJECTED else UserError
     if code in _AWAY or code >= 500:
         kind = ServerAway
-    return kind(f"The server at {url} answered with status {code}.", why=reason)
+    return kind(f"The server at {url} answered with status {code}.", why=reason, do=_ADVICE.get(code, ""))
 
 
 def _read_stream(answer: http.client.HTTPResponse, url: str, api_key: str) -> Iterator[str]:

@@ -250,6 +250,13 @@ def mlx_hub_data(value: Any, given: Mapping[str, Any]) -> Found:
     return {"dataset": value["path"], **({"columns": ",".join(renamed)} if renamed else {})}
 
 
+_TUNE_COLUMNS = {
+    "stack_exchange_paired_dataset": "question=prompt,response_j=chosen,response_k=rejected",
+    "samsum_dataset": "dialogue=prompt,summary=completion",
+    "grammar_dataset": "input=prompt,output=completion",
+}
+
+
 def tune_dataset(option: str) -> Convert:
     section = "dataset" if option == "dataset" else "dataset_val"
 
@@ -267,6 +274,8 @@ def tune_dataset(option: str) -> Convert:
         found: dict[str, Any] = {option: source}
         if last_part(value) == "text_completion_dataset":
             found["dataset_format"] = "text"
+        if columns := _TUNE_COLUMNS.get(last_part(value)):
+            found["columns"] = columns
         return found | ({"skip_eval": False} if option == "eval_dataset" else {})
 
     return convert

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.schedule import SCHEDULES
-from crosstune.importing.values import Found, Missing, Nothing, is_off, last_part, optimizer, schedule
+from crosstune.importing.values import Found, Missing, Noted, Nothing, is_off, last_part, optimizer, schedule
 from crosstune.models.folder import folder_shape
 from crosstune.models.known_models import known_shape
+
+_SMALL_START = 0.05
+"""A warm-up that begins below this share of the peak may begin at 0."""
 
 
 def steps_per_epoch(value: Any, given: Mapping[str, Any]) -> Found:
@@ -44,15 +47,19 @@ def mlx_schedule(value: Any, given: Mapping[str, Any]) -> Found:
         "step_decay",
     ):
         return Missing(f"use --lr_scheduler {', '.join(SCHEDULES)}")
-    if not is_off(value.get("warmup_init")):
+    arguments, start = value.get("arguments") or [], float(value.get("warmup_init") or 0.0)
+    if start > _SMALL_START * float(next(iter(arguments), 0.0)):
         return Missing("the warm-up of crosstune begins at 0: remove warmup_init")
-    arguments = value.get("arguments") or []
     found: dict[str, Any] = {"warmup_steps": int(value.get("warmup") or 0)}
+    if start:
+        found = Noted(found, f"the warm-up begins at 0, not at {start:g}")
     if value["name"] == "cosine_decay" and arguments:
         peak, end = float(arguments[0]), float(arguments[2]) if len(arguments) > 2 else 0.0
-        return found | {"lr_scheduler": "cosine", "lr": peak, "cosine_min_lr_ratio": end / peak}
+        found |= {"lr_scheduler": "cosine", "lr": peak, "cosine_min_lr_ratio": end / peak}
+        return found
     if value["name"] == "linear_schedule" and len(arguments) > 1 and float(arguments[1]) == 0:
-        return found | {"lr_scheduler": "linear", "lr": float(arguments[0])}
+        found |= {"lr_scheduler": "linear", "lr": float(arguments[0])}
+        return found
     return Missing(f"use --lr_scheduler {', '.join(SCHEDULES)}")
 
 
@@ -136,11 +143,29 @@ def tune_schedule(value: Any, given: Mapping[str, Any]) -> Found:
     return schedule(last_part(value), given)
 
 
+def tune_columns(value: Any, given: Mapping[str, Any]) -> Found:
+    """Convert the column of conversations, or a mapping of torchtune's columns to those of the data."""
+    ours = {
+        "input": "prompt",
+        "output": "completion",
+        "prompt": "prompt",
+        "chosen": "chosen",
+        "rejected": "rejected",
+    }
+    if is_off(value) or value in ("messages", "conversations"):
+        return {}
+    columns = (
+        {str(value): "messages"} if isinstance(value, str) else {value[name]: ours[name] for name in value}
+    )
+    renamed = [f"{theirs}={mine}" for theirs, mine in columns.items() if theirs != mine]
+    return {"columns": ",".join(renamed)} if renamed else {}
+
+
 def tune_loss(value: Any, given: Mapping[str, Any]) -> Found:
     losses = {"DPOLoss": "dpo", "RSOLoss": "hinge", "SimPOLoss": "simpo"}
     if last_part(value) in losses:
         return {"recipe": "preference", "preference_loss": losses[last_part(value)]}
-    if "CrossEntropy" in str(value):
+    if "CrossEntropy" in str(value) or last_part(value).startswith("CEWith"):
         return Nothing("crosstune has its own memory-saving loss")
     return Missing("use a loss of --preference_loss")
 

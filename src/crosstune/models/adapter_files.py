@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of vision-language models, which say how pictures become tensors."""
 _SWITCH = FLAG | NOTHING
 _NUMBER = real(-1e30, 1e30)
@@ -304,7 +304,7 @@ def keep_adapter(source: Path, target: Path) -> None:
 
 def copy_tokenizer(source: Path, target: Path, *, processor: bool = True) -> None:
     """Copy the files of the tokenizer, and of the `processor` of pictures if there is one."""
-    for name in TOKENIZER_FILES + _PROCESSOR_FILES * processor:
+    for name in TOKENIZER_FILES + PROCESSOR_FILES * processor:
         if (source / name).exists():
             shutil.copy2(source / name, target / name)
 

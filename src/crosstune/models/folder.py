@@ -25,7 +25,7 @@ from crosstune.files.json_fields import (
     real,
     whole,
 )
-from crosstune.files.json_files import read_json, read_object, write_json
+from crosstune.files.json_files import finite, read_json, read_object, write_json
 from crosstune.files.plain_files import UnreadableFile, check_regular_files
 from crosstune.files.safetensors_header import read_header
 from crosstune.models.llama_layout import CONFIG, Llama
@@ -56,6 +56,10 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _SIZE = whole(1, 2**24) | NOTHING
 _SIZES = _SIZE | list_of(whole(0, 2**24))
 """One size for all layers, or one for each."""
+_POSITIONS = Rule(
+    "an object with finite numbers, and a factor that is not 0",
+    lambda value: isinstance(value, dict) and finite(value) == value and value.get("factor") != 0,
+)
 _TOKEN_IDS = whole(-1, 2**31) | NOTHING | list_of(whole(0, 2**31))
 
 _FIELDS: Mapping[str, Rule] = {
@@ -68,9 +72,8 @@ _FIELDS: Mapping[str, Rule] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions"), whole(1, 2**40) | NOTHING),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKEN_IDS),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), real(0) | NOTHING),
-    **dict.fromkeys(
-        ("rope_scaling", "rope_parameters", "text_config", "quantization_config"), OBJECT | NOTHING
-    ),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), _POSITIONS | NOTHING),
+    **dict.fromkeys(("text_config", "quantization_config"), OBJECT | NOTHING),
     **dict.fromkeys(("architectures", "layer_types"), list_of(TEXT) | NOTHING),
     **dict.fromkeys(("dtype", "torch_dtype"), TEXT | NOTHING),
     "sliding_window": whole(0, 2**40) | NOTHING,

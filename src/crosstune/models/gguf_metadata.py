@@ -85,7 +85,8 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
             raise BadGguf(path, f"{shown(name)} has the unknown type {kind}")
         item_bytes = struct.calcsize(_ITEMS.get(kind, "Q"))  # a string has at least its length
         if (count or 1) * item_bytes > size - file.tell():
-            raise BadGguf(path, f"the file ends within {shown(name)}, declared with {count or 1:,} entries")
+            of = f", declared with {count:,} entries" if count is not None else ""
+            raise BadGguf(path, f"the file ends within {shown(name)}{of}")
         if num_entries > _ENTRIES_LIMIT:
             raise BadGguf(path, f"its arrays have more than {_ENTRIES_LIMIT:,} entries")
         if kind == _STRING:
@@ -108,7 +109,7 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     unit = alignment if isinstance(alignment, int) and alignment > 0 else _ALIGNMENT
     end = -(-file.tell() // unit) * unit + max(ends)
     if num_tensors and end > size:
-        raise BadGguf(path, f"it has {size:,} bytes, and its tensors end after {end:,}")
+        raise BadGguf(path, f"it has {size:,} bytes of {end:,}")
     return found
 
 

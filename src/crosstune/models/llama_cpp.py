@@ -28,6 +28,7 @@ _INSTALL = "pip install 'crosstune[llamacpp]'"
 _PARAMETER_BYTES = 512
 """More than any parameter structure of llama.cpp; it reads and writes its own part only."""
 _THREADED_VALUES = 1 << 20
+_LEAST_WEIGHT = 1e-12
 _LAST_LINES = 4
 _QUESTION = "question.json"
 """The file of a question in the folder of its answers."""
@@ -55,7 +56,7 @@ def quantize_rows(
     rows = np.ascontiguousarray(values, dtype=np.float32)
     num_rows, width = rows.shape
     packed = np.empty((num_rows, row_bytes), dtype=np.uint8)
-    weights = None if importance is None else np.ascontiguousarray(importance, dtype=np.float32)
+    weights = None if importance is None else _scaled(importance)
     pointer = None if weights is None else weights.ctypes.data
     step = max(1, _THREADED_VALUES // width)
 
@@ -71,6 +72,14 @@ def quantize_rows(
         written = sum(pool.map(work, range(0, num_rows, step)))
     assert written == packed.nbytes, (written, packed.nbytes)
     return packed
+
+
+def _scaled(importance: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the weights of columns divided by their mean, and none of them 0: llama.cpp would lose a block of columns without
+    weight, and overflows at large ones."""
+    weights = importance.astype(np.float64)
+    weights /= weights.mean() or 1.0
+    return np.maximum(weights, _LEAST_WEIGHT).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,10 +318,10 @@ class _Model:
         while len(made) < max_new_tokens:
             last = self.logits(tokens[place:], start=place)[-1]
             place, token = len(tokens), int(last.argmax())
-            if self._library.llama_vocab_is_eog(self.vocab, token):
-                break
             made.append(token)
             tokens.append(token)
+            if self._library.llama_vocab_is_eog(self.vocab, token):
+                break
         return made
 
 

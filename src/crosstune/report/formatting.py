@@ -53,7 +53,14 @@ _HIGHER_IS_BETTER = _SHARES | frozenset(
     {"bleu", "chrf", "rouge", "correlation", "spearman", "pearson", "kendall", "win", "margins", "reward"}
 )
 _OUT_OF_100 = frozenset({"bleu", "chrf"})
-_SPELLING = {"bleu": "BLEU", "chrf": "chrF"}
+_SPELLING = {
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+    "kendall": "Kendall",
+}
+_SPELLING |= {word: word.upper() for word in ("ece", "kl", "mae", "mse", "qwk", "rmse", "sft")}
 _CONTROLS = frozenset({"shuffled", "zero"})
 """Words in the names of control metrics, measured with wrong inputs: no direction is better."""
 

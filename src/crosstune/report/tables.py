@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -176,12 +176,23 @@ def identity_facts(run: RunFiles) -> list[Fact]:
 
 
 def reproduce_command(run: RunFiles) -> str:
-    """Return the run's shell command, one flag per line; empty if it was not recorded."""
-    words = run.plan.get("command")
-    if not isinstance(words, list):
-        return str(words or "")
-    quoted = [shlex.quote(str(word)) for word in words]
+    """Return the run's shell command, one flag per line, and those that resumed it with other options; empty if none is recorded."""
+    first = run.plan.get("command")
+    if not isinstance(first, list):
+        return str(first or "")
+    later = [words for words in listed(run.plan.get("later_commands")) if isinstance(words, list)]
+    return "\n".join(_command_lines(words) for words in [first, *filter(_changes_options, later)])
+
+
+def _command_lines(words: Sequence[Any]) -> str:
+    quoted = [shlex.quote(str(word)) for word in words if word != "--json"]
     return "".join(f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in quoted).strip()
+
+
+def _changes_options(words: Sequence[Any]) -> bool:
+    """Return True if a command passes an option besides --resume."""
+    flags = {str(word).partition("=")[0] for word in words if str(word).startswith("--")}
+    return bool(flags - {"--resume", "--json"})
 
 
 def plan_against_measured(run: RunFiles) -> list[Row]:

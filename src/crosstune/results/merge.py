@@ -28,6 +28,8 @@ from crosstune.results.verify import chat_problems, judge, refuse_unverified
 _INTO = ("original", "dequantized")
 _FAR_FROM_TRAINED = 0.1
 """Relative difference of logits that is too large for rounding to 16 bits."""
+_MUCH_ROUNDING = 0.2
+"""Share of a training's change of the logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,10 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
     stored = stored_format(folder)
     observer.on_event(Preparing(doing="comparing the merged model"))
     others = {name: weights for name, weights in choices.items() if name != into}
+    if stored in ("bf16", "fp16") and not trained.settings.get(
+        "modules_to_save"
+    ):  # these may have other shapes
+        others["base"] = replace(choices[into], adapter=None)
     own, found = engine.variant_logits(folder, opened.prompts, others)
     report: dict[str, Any] = {
         "adapter": str(trained.adapter),
@@ -101,7 +107,24 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
     report |= judge(measure_agreement(expected, own), opened.precision, stored)
     if trained.quantization is not None:
         report |= _report_costs(wanted, {into: own, **found}, into)
+    if "base" in found:
+        change = measure_agreement(expected, found["base"]).relative
+        report["warnings"] = [
+            *report.get("warnings", ()),
+            *_rounding_warning(report["agreement"]["relative"], change, stored),
+        ]
     return DenseModel(folder=folder, expected=expected, report=report)
+
+
+def _rounding_warning(rounding: float, change: float, stored: str) -> list[str]:
+    """Warn if rounding the merged weights undoes much of a small change, as after a short training."""
+    if rounding <= _MUCH_ROUNDING * change or not change:
+        return []
+    keeps = "--dtype fp16 or fp32 keeps" if stored == "bf16" else "--dtype fp32 keeps"
+    return [
+        f"rounding the merged weights to {stored} changes the logits by {rounding / change:.0%} of the change by training; "
+        f"{keeps} more of it"
+    ]
 
 
 def write_expanded(folder: Path, opened: Opened, request: Request, observer: Observer) -> DenseModel:

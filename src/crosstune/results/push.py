@@ -16,6 +16,7 @@ from crosstune.core.events import Observer
 from crosstune.core.safe_text import redact, redact_values
 from crosstune.files.hub_connection import why_unreachable
 from crosstune.files.json_files import read_json, write_json
+from crosstune.models.adapter_files import PROCESSOR_FILES, SETTINGS, TOKENIZER_FILES
 from crosstune.models.bundled import BUNDLED, SMOLLM2_HUB
 from crosstune.models.identity import RECORD
 from crosstune.results.export import cached_export
@@ -28,7 +29,10 @@ _PATH = re.compile(r"file://|[/~\\]|[A-Za-z]:[/\\]|\.{1,2}[/\\]")
 """The beginning of a local path."""
 _NAMES = ("_name_or_path", "name_or_path", "vocab_file", "merges_file", "tokenizer_file")
 """Fields of settings with the folder that a model or tokenizer was read from."""
-_KEPT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.gguf")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
+_SETTINGS = (SETTINGS, RECORD, "config.json", "added_tokens.json", "vocab.txt", "spiece.model")
+_PUBLISHED = (*_WEIGHTS, *_SETTINGS, *TOKENIZER_FILES, *PROCESSOR_FILES)
+"""Files with other names, such as notes or rows, stay here."""
 _KEPT_RECORD = ("base", "quantization", "precision", "add_tokens", "rope_scaling", "new_blocks")
 
 
@@ -123,7 +127,7 @@ def stage_files(request: PushRequest, trained: Trained, folder: Path, *, observe
     if source.is_file():
         shutil.copyfile(source, folder / f"{request.repo.partition('/')[2]}.gguf")
     else:
-        for path in sorted({path for pattern in _KEPT_FILES for path in source.glob(pattern)}):
+        for path in sorted({path for pattern in _PUBLISHED for path in source.glob(pattern)}):
             if path.is_file() and not path.name.startswith("."):
                 shutil.copyfile(path, folder / path.name)
         for path in folder.glob("*.json"):

@@ -149,13 +149,19 @@ def describe(prepared: PreparedRun, *, command: Sequence[str] | None) -> dict[st
         base = dataclasses.asdict(model) | {"path": str(model.path), "identity": identity(model.path)}
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     words = redact_command(list(command)) if command is not None else None
+    later: list[Any] = []
     if prepared.in_place:  # keep the time and the command of the first start
         first = read_log(prepared.folder / "plan.json")
-        created, words = first.get("created", created), first.get("command") or words
+        before, known = first.get("command"), first.get("later_commands")
+        created, later = first.get("created", created), known if isinstance(known, list) else []
+        if before and words and words not in (before, *later):
+            later = [*later, words]
+        words = before or words
     return plan.to_json() | {
         "name": prepared.folder.name,
         "created": created,
         "command": words,
+        "later_commands": later,
         "inherited": inherited_options(prepared.config, point),
         "num_steps": recipe.num_steps(),
         "model": base,

@@ -34,6 +34,10 @@ MOST_BYTES = 1 << 20
 NUM_BUCKETS = 400
 """A curve has at most three points for each."""
 _GROUP_FILES = {SWEEP_FILE: "sweep", LADDER_FILE: "ladder"}
+_UNDONE = (
+    "<header><p>This {kind} has no result: it was stopped. The same command continues it.</p></header>",
+    "<header><p>This {kind} is running. Its result appears here at its end, its trials below.</p></header>",
+)
 _SPARK_POINTS = 32
 _MOST_NEW_BYTES = 1 << 20
 _RECENT_STEPS = 20
@@ -108,6 +112,8 @@ class Runs:
         folder = self.find(name)
         if kind := group_kind(folder):
             file = folder / (LADDER_FILE if kind == "ladder" else SWEEP_FILE)
+            if not file.is_file():
+                return _UNDONE[bool(self.is_running(folder))].format(kind=kind)
             return self._keep(("page", name), _stamp(file), lambda: _render_group(file, kind))
         place, run = self.load(name)
         return self._keep(("page", name), (place, id(run)), lambda: render(run, draws=False), of=[name])
@@ -219,8 +225,9 @@ def _changes(folder: Path, after: str, now: str, status: str) -> Changes:
 
 
 def group_kind(folder: Path) -> str:
-    """Return the kind of a folder that contains runs of its own, such as a sweep; empty for other folders."""
-    return next((kind for name, kind in _GROUP_FILES.items() if any(_stamp(folder / name))), "")
+    """Return the kind of a folder that contains runs of its own, with or without a result; empty for other folders."""
+    found = next((kind for name, kind in _GROUP_FILES.items() if any(_stamp(folder / name))), "")
+    return found or ("ladder" if _is_folder(folder / "trials") else "")
 
 
 def _render_group(file: Path, kind: str) -> str:

@@ -23,10 +23,11 @@ from starlette.routing import Route
 
 from crosstune.core.errors import UserError
 from crosstune.files.json_files import check_parsed, parse_json, to_json
+from crosstune.report.files import RunFiles
 from crosstune.ui.actions import Actions
 from crosstune.ui.form import describe_form, free_name
 from crosstune.ui.guard import Guard, plain
-from crosstune.ui.jobs import Jobs
+from crosstune.ui.jobs import Jobs, command_line
 from crosstune.ui.runs import Changes, Runs
 
 _POLL_S = 1.0
@@ -134,12 +135,24 @@ def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> St
 
 def _about(runs: Runs, name: str) -> dict[str, Any]:
     """Return what the page of a run shows beside its report."""
-    folder = runs.find(name)
-    asked = runs.load(name)[1].asked
+    folder, run = runs.find(name), runs.load(name)[1]
     saved = sorted(
         path.name for path in (folder / "checkpoints").glob("step-*") if (path / "manifest.json").is_file()
     )
-    return runs.row(name) | {"asked": asked, "checkpoints": saved}
+    return runs.row(name) | {
+        "asked": run.asked,
+        "checkpoints": saved,
+        "list_command": command_line(["checkpoint", "list", str(folder)]),
+        "uses": _uses(run),
+    }
+
+
+def _uses(run: RunFiles) -> list[str]:
+    """Return what the page can do with the result of a finished run."""
+    result = Path(str(run.summary.get("result"))).name
+    if run.summary.get("status") != "finished" or not run.summary.get("generates") or result == "None":
+        return []
+    return ["chat", *(["merge"] if result == "adapter" else []), "export"]
 
 
 def _charts(runs: Runs, request: Request) -> str:

@@ -67,7 +67,10 @@ def run(words: Sequence[str]) -> int:
         results = evaluate(request, observer=screen)
     rows = (eval_rows(results) or {"rows": []})["rows"]
     sides = [side for side in ("before", "after") if any(row[side] != "–" for row in rows)]
-    columns = [Column(title=name, cells=[row[name] for row in rows]) for name in ("task", "metric", *sides)]
+    titles = {name: name for name in ("task", "metric", *sides)}
+    if sides == ["after"]:
+        titles["after"] = "result"
+    columns = [Column(title=title, cells=[row[name] for row in rows]) for name, title in titles.items()]
     if len(sides) == 2:
         columns.append(Column(title="change", cells=[row["change"] for row in rows]))
     columns.append(Column(title="prompts", cells=[row["format"] for row in rows], rank=1))

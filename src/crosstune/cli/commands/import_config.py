@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,12 @@ def run(words: Sequence[str]) -> int:
     if own.file is None:
         raise UserError("crosstune import needs a file.", do="see: crosstune import --help")
 
-    out = own.out or own.file.with_name("crosstune.yaml")
-    check_output(out, option="out", inputs=[own.file], overwrite=own.overwrite)
-
     from crosstune.importing.translate import import_file
 
+    out = own.out or own.file.with_name("crosstune.yaml")
+    check = partial(check_output, out, option="out", inputs=[own.file], overwrite=own.overwrite)
+    if own.out is not None:  # an error in the input is more useful than one about the default name
+        check()
     overrides = load_config(rest, environment={}).options_asked() if rest else {}
     found = import_file(own.file, tool=own.tool, overrides=overrides)
     if found.missing and not own.lenient:
@@ -69,6 +71,8 @@ def run(words: Sequence[str]) -> int:
             why="\n  ".join(["", *lines] if lines[1:] else lines),
             do="change them, pass the options named above to this command, or leave them out with --lenient",
         )
+    if own.out is None:
+        check()
     write_output(out, found.to_yaml().encode())
     report = {
         "from": found.tool.title,

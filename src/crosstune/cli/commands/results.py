@@ -146,8 +146,11 @@ def _export_lines(report: Report, own: argparse.Namespace) -> Iterable[Line]:
     if own.to == "ollama":
         name = (own.out or Path(own.target)).name
         path = f"{shlex.quote(name)} -f {shlex.quote(str(Path(report['path']) / 'Modelfile'))}"
-    is_adapter = own.adapter_only and own.to == "gguf"
-    yield f"try it   {('llama-cli -m BASE.gguf --lora {0} -cnv' if is_adapter else _TRY[own.to]).format(path)}"
+    if own.adapter_only and own.to == "gguf":
+        yield f"its base crosstune export {shlex.quote(str(report['base']))} --to gguf --out base.gguf"
+        yield f"try it   llama-cli -m base.gguf --lora {path} -cnv"
+        return
+    yield f"try it   {_TRY[own.to].format(path)}"
 
 
 def make_parser_convert() -> Parser:
@@ -319,6 +322,8 @@ def _report_lines(report: Report) -> Iterable[Line]:
                 f"{answers['same']} of {answers['compared']} greedy answers ({answers['tokens']} tokens) agree with the trained model at "
                 f"every token"
             )
+            if answers["difference"]:
+                yield f"         {answers['difference']}"
     yield "  differences of logits from the trained model; below its bound, `relative` is explained by rounding"
     for name, agreement in report.get("against_trained", {}).items():
         yield f"{'  ' + name:<15} against the trained model: {_agreement(agreement)}"

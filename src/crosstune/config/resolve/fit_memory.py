@@ -212,7 +212,11 @@ def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:
     if fitting.shape is not None and limit:
         draft.values["batch_size"] = 1
         step = replace(fitting.step(), limit_bytes=0)  # a larger batch does not make up for recomputed layers
-        chosen = max(1, largest_batch(fitting.shape, step, limit_bytes=limit, at_most=MAX_ESTIMATED))
+        chosen = largest_batch(fitting.shape, step, limit_bytes=limit, at_most=MAX_ESTIMATED)
+        if not chosen and not draft.is_asked("use_gradient_checkpointing"):  # `fit_memory` turns it on
+            step = replace(step, checkpointing=True)
+            chosen = largest_batch(fitting.shape, step, limit_bytes=limit, at_most=MAX_ESTIMATED)
+        chosen = max(1, chosen)
     how = "estimated" if fitting.shape is not None else "a first guess: the model's sizes are unknown"
     draft.set("batch_size", chosen, f"{how}; train measures it", kind="choice")
 

@@ -228,7 +228,7 @@ def _template_error(tokenizer: ChatTokens, verb: str, error: Exception) -> UserE
     return UserError(
         f"The chat template {tokenizer.template_file or 'of this model'} cannot {verb}.",
         why=f"{kind}{' '.join(str(error).split())[:300]}",
-        do="check the conversation, and repair or replace the template",
+        do="check the conversation, and repair the template, or train with a different one, such as --chat_template chatml",
     )
 
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn.attention.bias import causal_lower_right
 
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import IGNORED, TokenBatch, number_answers
@@ -137,6 +136,8 @@ def _causal_mask(size: int, seen: int, device: torch.device) -> torch.Tensor:
     tensor."""
     if device.type == "cpu":
         return torch.ones(size, seen, dtype=torch.bool).tril(seen - size)
+    from torch.nn.attention.bias import causal_lower_right  # slow to import: it needs torch's compiler
+
     found: torch.Tensor = causal_lower_right(size, seen)
     return found
 

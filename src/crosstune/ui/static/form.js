@@ -5,9 +5,9 @@ const field = (option, { values, changed, models }) => {
   const id = `option-${option.name}`;
   let input;
   if (option.choices) {
-    input = h("select", { id }, h("option", { value: "" }, `${option.default} (default)`), option.choices.map((each) => h("option", { value: each }, each)));
+    input = h("select", { id }, h("option", { value: "" }, `${option.default || "not set"} (default)`), option.choices.map((each) => h("option", { value: each }, each)));
   } else if (option.kind === "bool") {
-    input = h("select", { id }, h("option", { value: "" }, `${option.default} (default)`), ["true", "false"].map((each) => h("option", {}, each)));
+    input = h("select", { id }, h("option", { value: "" }, `${option.default || "not set"} (default)`), ["true", "false"].map((each) => h("option", {}, each)));
   } else {
     input = h("input", { id, placeholder: option.default || "not set", autocomplete: "off", spellcheck: "false", inputmode: ["int", "float"].includes(option.kind) ? "decimal" : null });
     if (option.name === "model_name") {

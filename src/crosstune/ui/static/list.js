@@ -74,7 +74,7 @@ export const showList = async (place, { parts, signal }) => {
   const empty = h("div", { class: "empty", hidden: true });
   const count = h("small");
   place.append(h("div", { class: "head" },
-    h("h1", {}, group || "Runs", " ", count),
+    h("div", {}, group ? h("p", { class: "crumbs" }, h("a", { href: "#/" }, "Runs"), " / ") : "", h("h1", {}, group || "Runs", " ", count)),
     h("div", { class: "tools" }, search, compare, chat, h("a", { class: "button primary", href: "#/new" }, "New run"))),
   empty, groups, report, group ? h("h2", {}, "Runs") : "", table);
 
@@ -105,6 +105,7 @@ export const showList = async (place, { parts, signal }) => {
     if (!empty.hidden) {
       empty.replaceChildren(...(found.runs.length
         ? [h("h2", {}, "No run matches."), h("p", {}, "Search for a part of a name, a model, or a status such as running.")]
+        : group ? [h("h2", {}, "No runs."), h("p", {}, "The first trial has not started, or its folder was removed from ", h("code", {}, found.folder), ".")]
         : [h("h2", {}, "No runs yet."), h("p", {}, "Start one here, or in a terminal; it appears by itself. Runs are read from ", h("code", {}, found.folder), "."),
           h("p", {}, h("a", { class: "button primary", href: "#/new" }, "Start a run")), copyable("crosstune train --max_steps 40")]));
     }

@@ -11,6 +11,7 @@ export const showReport = async (place, path, { without = [] } = {}) => {
   parts[0].append(...[...header.children].filter((each) => !each.matches("nav, .tool, .title, h1, .callout.running")));
   for (const section of report.querySelectorAll("main > section")) if (!without.includes(section.id)) parts.push(section);
   const old = new Map([...place.children].map((each) => [each.dataset.part, each]));
+  const drawn = [];
   parts.forEach((part, index) => {
     const text = part.outerHTML;
     let shown = old.get(part.id);
@@ -22,11 +23,12 @@ export const showReport = async (place, path, { without = [] } = {}) => {
       next.source = text;
       shown?.replaceWith(next);
       shown = next;
-      next.dispatchEvent(new CustomEvent("crosstune:drawn", { bubbles: true }));
+      drawn.push(next);
     }
     if (place.children[index] !== shown) place.insertBefore(shown, place.children[index] ?? null);
   });
   for (const each of old.values()) each.remove();
+  for (const each of drawn) each.dispatchEvent(new CustomEvent("crosstune:drawn", { bubbles: true }));
   return parts.map((part) => [part.id, part.querySelector("h2")?.firstChild?.textContent?.trim()]).filter(([, title]) => title);
 };
 
@@ -111,23 +113,23 @@ export const showRun = async (place, { parts, signal }) => {
       await post("export", { run: name, to: values.to, gguf_type: ["gguf", "ollama"].includes(values.to) ? values.gguf_type : "" });
       if (!signal.aborted) location.hash = "#/jobs";
     });
-    const key = [now, about.checkpoints.length > 0].join();
+    const key = [now, about.checkpoints.length > 0, ...about.uses].join();
     if (buttons.dataset.key === key) return; // a button in use stays
     buttons.dataset.key = key;
     buttons.replaceChildren(...[
       running && has("Stop", true, start("stop", {}, "Asked to stop. A checkpoint is saved first.")),
       !running && about.checkpoints.length > 0 && now !== "finished" && has("Resume", true, start("resume", {}, "The run continues.")),
       !running && about.checkpoints.length > 0 && has("Extend", false, extend),
-      now === "finished" && has("Chat", true, () => { location.hash = link("chat", name); }),
-      now === "finished" && has("Merge", false, doing(async () => { await post("merge", { run: name }); if (!signal.aborted) location.hash = "#/jobs"; })),
-      now === "finished" && has("Export", false, exportIt),
+      about.uses.includes("chat") && has("Chat", true, () => { location.hash = link("chat", name); }),
+      about.uses.includes("merge") && has("Merge", false, doing(async () => { await post("merge", { run: name }); if (!signal.aborted) location.hash = "#/jobs"; })),
+      about.uses.includes("export") && has("Export", false, exportIt),
       h("a", { class: "button", href: `#/new/${encodeURIComponent(name)}` }, "Copy as new"),
     ].filter(Boolean));
   };
   const drawCheckpoints = () => {
     checkpoints.hidden = !about.checkpoints.length;
     checkpoints.replaceChildren(h("h2", {}, "Checkpoints ", h("small", {}, String(about.checkpoints.length))),
-      h("p", { class: "checkpoint-list" }, about.checkpoints.map((each) => h("code", {}, each))), copyable(`crosstune checkpoint list ${about.folder}`));
+      h("p", { class: "checkpoint-list" }, about.checkpoints.map((each) => h("code", {}, each))), copyable(about.list_command));
   };
   const drawAll = async () => {
     about = await get(`/api/run?${own}`);
