@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unicodedata import category
@@ -20,7 +21,9 @@ from transformers import AutoModelForCausalLM
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import measure_agreement
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models import gguf_families, gguf_writer, llama_cpp
+from crosstune.results.gguf_export import write_modelfile
 from crosstune.torch_engine.model_folders import input_squares
 
 gguf = pytest.importorskip("gguf", reason="needs the extra crosstune[gguf]")
@@ -203,6 +206,38 @@ def test_ollama_gets_a_modelfile(tmp_path: Path, capsys: pytest.CaptureFixture[s
         f'TEMPLATE """{{{{ range .Messages }}}}{cases}{{{{ end }}}}{{{{ end }}}}<|im_start|>assistant\n"""\n'
         'PARAMETER stop "<|im_end|>"\nPARAMETER stop "<|user|>"\n'
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "system"),
+    [
+        ("qwen2_5", "You are a helpful assistant."),
+        ("granite", "You are Granite."),
+        ("phi4", ""),
+        ("qwen3", None),
+    ],
+)
+def test_a_modelfile_has_the_system_message_that_the_template_adds(
+    name: str, system: str | None, tmp_path: Path
+) -> None:
+    folder = write_family("smollm2", tmp_path / "model")
+    template = Path(__file__).parents[1] / "chat_templates" / f"{name}.jinja"
+    tokenizer = replace(Tokenizer.from_folder(folder), chat_template=template.read_text())
+    said = write_modelfile(tmp_path, "m.gguf", tokenizer)
+    found = (tmp_path / "Modelfile").read_text()
+    assert ("TEMPLATE" in found) == (not said) == (system is not None)
+    assert ("SYSTEM" in found) == bool(system)
+    assert not system or f'\nSYSTEM """{system}"""\n' in found
+
+
+def test_files_of_the_working_directory_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "types.py").write_text("raise SystemExit('a file of the user ran')")
+    folder = write_family("smollm2", tmp_path / "model")
+    gguf_writer.write_gguf(folder, tmp_path / "m.gguf", kind="f32")
+    monkeypatch.chdir(tmp_path)
+    assert llama_cpp.ask(Path("m.gguf"), texts=["a"]).tokens
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e6])

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.process.limited_child import main_of
 
 _INSTALL = "pip install 'crosstune[llamacpp]'"
 _PARAMETER_BYTES = 512
@@ -128,11 +129,11 @@ def ask(
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / _QUESTION).write_text(json.dumps(question), encoding="utf-8")
         child = subprocess.Popen(
-            [sys.executable, "-m", __name__, scratch],
+            main_of(__name__, scratch),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={"GOMP_SPINCOUNT": "1000", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={"GOMP_SPINCOUNT": "1000", **os.environ},
         )
         answer, said = _wait(child, lambda: show(len(list(Path(scratch).glob("*.npy")))))
         if child.returncode:
@@ -346,7 +347,7 @@ def _answer(question: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
     }
 
 
-def _serve() -> None:
+def main() -> None:
     """Answer the question in the folder; llama.cpp's warnings and errors go to standard error."""
     signature = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
     last = [0]
@@ -364,7 +365,3 @@ def _serve() -> None:
     sys.stdout.write(json.dumps(reply))
     sys.stdout.flush()
     os._exit(0)  # the log callback must not outlive Python
-
-
-if __name__ == "__main__":
-    _serve()

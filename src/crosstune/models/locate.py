@@ -31,12 +31,9 @@ from crosstune.models.folder import check_folder, folder_shape, weight_files
 from crosstune.models.known_models import known_shape
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.staged import Progress, disk_space, silent
+from crosstune.process.limited_child import main_of
 
 # The child uses the parent's sys.path to import crosstune.
-_CHILD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "from crosstune.models.locate import main; main()"
-)
 _MAX_REASON_CHARS = 600
 _WANTED = [
     "*.safetensors",
@@ -56,7 +53,7 @@ def fetch_from_hub(repo: str, *, progress: Progress = silent) -> Path:
     """Download a model and return its folder."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, json.dumps(sys.path), repo],
+            main_of(__name__, repo),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,

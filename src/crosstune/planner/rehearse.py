@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +15,9 @@ from crosstune.core.errors import UserError
 from crosstune.estimate.rehearsal import Rehearsal
 from crosstune.estimate.step_time import Cluster, StepTime
 from crosstune.planner.predict import DataFacts, cluster_of, speed_of
+from crosstune.process.limited_child import main_of
 from crosstune.process.ranks import Ranks
 
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from crosstune.planner.rehearse_child import main; main()"
 MAX_RANKS = 4096
 
 
@@ -109,7 +108,7 @@ def check_rehearsal(plan: Plan) -> None:
 
 def _run_child(request: dict[str, Any], on_progress: Callable[[str], None]) -> dict[str, Any]:
     with subprocess.Popen(
-        [sys.executable, "-c", _START, json.dumps(sys.path)],
+        main_of("crosstune.planner.rehearse_child"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

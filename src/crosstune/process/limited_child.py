@@ -32,6 +32,13 @@ else:
 """
 
 
+def main_of(module: str, *words: str) -> list[str]:
+    """Return the command that runs `main()` of a module in a child process with these arguments. It imports what this process
+    would import, never a file of the working directory such as `types.py`."""
+    start = f"import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from {module} import main; main()"
+    return [sys.executable, "-I", "-c", start, json.dumps(sys.path), *words]
+
+
 def command_of(program: str | Path, *, memory_bytes: int, **limits: int) -> list[str]:
     """Return the command that runs a module, or a file that ends with .py, within limits. `limits`: names of the module
     `resource` without RLIMIT_, and their values."""

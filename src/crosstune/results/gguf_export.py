@@ -163,14 +163,16 @@ def check_adapter_alone(trained: Trained, base: Path) -> None:
 
 
 def write_modelfile(folder: Path, file: str, tokenizer: Tokenizer) -> list[str]:
-    """Write Ollama's Modelfile next to a GGUF file: chat template and stops. Return warnings."""
+    """Write Ollama's Modelfile next to a GGUF file: chat template, default system message and stops. Return warnings."""
     stops = sorted(tokenizer.decode([token], keep_special=True) for token in tokenizer.stop_ids)
-    template = _go_template(tokenizer)
-    if template is not None and '"""' in template:  # it would end the text of the Modelfile
-        template = None
+    template, system = _go_template(tokenizer) or (None, "")
+    if '"""' in f"{template}{system}":  # it would end the text of the Modelfile
+        template, system = None, ""
     lines = [f"FROM ./{file}"]
     if template is not None:
         lines.append(f'TEMPLATE """{template}"""')
+    if system:
+        lines.append(f'SYSTEM """{system}"""')
     lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops if stop]
     (folder / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
     if template is None and tokenizer.chat_template is not None:
@@ -253,8 +255,9 @@ def _with_llama_cpp(report: dict[str, Any], checked: dict[str, Any]) -> dict[str
     return report | verdict | {"problems": problems, "said": said, "llama_cpp": checked}
 
 
-def _go_template(tokenizer: Tokenizer) -> str | None:
-    """Return the chat template in Ollama's language, if each turn is a text before and after its content."""
+def _go_template(tokenizer: Tokenizer) -> tuple[str, str] | None:
+    """Return the chat template in Ollama's language, if each turn is a text before and after its content; and the system message
+    that it writes into a chat without one."""
     if tokenizer.chat_template is None:
         return None
     turns = [{"role": role, "content": f"\x01{role}\x02"} for role in ("system", "user", "assistant", "user")]
@@ -284,10 +287,14 @@ def _go_template(tokenizer: Tokenizer) -> str | None:
         done = now
     start = asked.removeprefix(done)
     alone = text(turns[1:2], asks=True)
-    if alone != turns[1]["content"].join(pieces["user"]) + start or "{{" in done + start:
+    rest = turns[1]["content"].join(pieces["user"]) + start
+    before, after = pieces["system"] if alone != rest else ("", "")
+    system = alone.removesuffix(rest).removeprefix(before).removesuffix(after)
+    written = before + system + after if system else ""
+    if alone != written + rest or "{{" in done + start:
         return None
     cases = [
         f'{{{{ {"else " if number else ""}if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}'
         for number, (role, (before, after)) in enumerate(pieces.items())
     ]
-    return "{{ range .Messages }}" + "".join(cases) + "{{ end }}{{ end }}" + start
+    return "{{ range .Messages }}" + "".join(cases) + "{{ end }}{{ end }}" + start, system

@@ -15,9 +15,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from crosstune.serve.engine_child import main; main()"
-"""The program, for `python -c`; its argument is the parent's sys.path."""
-
 
 def main() -> None:
     asked = json.loads(sys.stdin.buffer.readline())

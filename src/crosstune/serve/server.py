@@ -8,7 +8,6 @@ import json
 import secrets
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +23,10 @@ from crosstune.files.plain_files import readable_bytes
 from crosstune.models.folder import longest_context, weight_files
 from crosstune.models.gguf_metadata import check_header
 from crosstune.models.quantized_folder import dense_bytes, read_quantization
+from crosstune.process.limited_child import main_of
 from crosstune.results.export import cached_export, name_of
 from crosstune.runs.open_parts import find_model
 from crosstune.runs.trained_folder import check_base, find_trained
-from crosstune.serve.engine_child import START
 from crosstune.serve.engines import ENGINES, Command, Launch, choose_engine, is_gguf, takes_adapter
 from crosstune.serve.router import LOOPBACK, Router, Upstream
 
@@ -256,7 +255,7 @@ def _child(launch: Launch, command: Command) -> Iterator[Child]:
     """Start an engine server in its own session; end it, with all of its processes, after the `with` block."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", START, json.dumps(sys.path)],
+            main_of("crosstune.serve.engine_child"),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
