@@ -70,3 +70,16 @@ def test_a_path_and_a_bundled_model_come_before_a_name(first: Path) -> None:
     assert own.model == "tiny-random"
     for target in ("org/first", "./first", "absent", "", "."):
         assert named_run(target) == target
+
+
+def test_a_folder_before_a_run_of_its_name_is_answered_with_the_run(
+    first: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("first").mkdir()
+    Path("second").mkdir()
+    for words in ("report first", "compare first second"):
+        assert main(words.split()) == 2
+        assert f"specify {first}\n" in capsys.readouterr().err
+    Path("other").mkdir()
+    assert main(["report", "other"]) == 2
+    assert "such as runs/<name>" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from crosstune.core.errors import UserError
 from crosstune.core.events import Adjusted, Event
 from crosstune.files.json_files import parse_json, read_jsonl, read_object
-from crosstune.files.paths import missing_run
+from crosstune.files.paths import RUNS, missing_run
 from crosstune.files.plain_files import MissingFile, UnreadableFile, open_plain
 from crosstune.files.run_lock import is_held
 from crosstune.files.run_record import RUN_FILES
@@ -82,10 +82,16 @@ def load_run(run_dir: Path, *, most_bytes: int | None = None) -> RunFiles:
                 f"{run_dir} is a {kind}, not a run.",
                 do=f"open {run_dir / kind}.html, or specify one of the runs in {run_dir / 'trials'}",
             )
+        same_name = Path(RUNS) / run_dir.name
+        named = (
+            same_name
+            if run_dir.parent == Path() and same_name.is_dir()
+            else "a run folder, such as runs/<name>"
+        )
         raise UserError(
             f"{run_dir} is not a run folder.",
             why=f"it has neither {' nor '.join(IDENTIFYING_FILES)}.",
-            do="specify a run folder, such as runs/<name>",
+            do=f"specify {named}",
         )
     problems: list[str] = []
     path = folder / "metrics.jsonl"
