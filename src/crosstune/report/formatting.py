@@ -223,7 +223,8 @@ def label_of(name: str) -> str:
         return f"{'reward' if part['kind'] == 'mean' else 'answers without reward'} {part['name']}"
     if name in _LABELS:
         return _LABELS[name]
-    return name.removeprefix("num_").replace("_", " ").strip() or name
+    words = name.removeprefix("num_").replace("_", " ").split()
+    return " ".join(_SPELLING.get(word, word) for word in words) or name
 
 
 def is_flat(value: Any) -> bool:
@@ -276,8 +277,7 @@ def display_of(name: str, values: Sequence[float]) -> MetricDisplay:
     """Choose the label, format and better direction of a metric by its name."""
     words = set(name.lower().replace("-", "_").replace("/", "_").split("_"))
     better = -1 if words & _LOWER_IS_BETTER else int(bool(words & _HIGHER_IS_BETTER))
-    label = " ".join(_SPELLING.get(word, word) for word in label_of(name).split())
-    make = partial(MetricDisplay, label=label, better=0 if words & _CONTROLS else better)
+    make = partial(MetricDisplay, label=label_of(name), better=0 if words & _CONTROLS else better)
     if name == "lr":
         return make(show=show_setting, from_zero=True)
     if name == "tokens_per_s":
