@@ -196,10 +196,11 @@ def test_a_journal_continues_only_its_own_request(tmp_path: Path) -> None:
     with journal({"a": 1}) as fourth:
         assert fourth.rows == rows
     key, one, two, three = partial.read_bytes().splitlines(keepends=True)
-    partial.write_bytes(key + one + two.replace(b'"n": 2', b'"n": 7') + three)
-    with journal({"a": 1}) as damaged:
-        assert damaged.rows == rows[:1]
-        damaged.add(rows[1:])
+    for lines in (one + two.replace(b'"n": 2', b'"n": 7') + three, one + three, one + one + two, one + key):
+        partial.write_bytes(key + lines)
+        with journal({"a": 1}) as damaged:
+            assert damaged.rows == rows[:1]
+            damaged.add(rows[1:])
     with journal({"a": 2}) as fifth:
         assert fifth.rows == []
         fifth.add([1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterable
@@ -18,11 +19,12 @@ from crosstune.files.outputs import is_stream
 from crosstune.files.plain_files import MissingFile, disk_full_reason, open_plain, room_advice
 
 SUFFIX = ".partial"
+_FORMAT = 2
 
 
 class Journal:
-    """The rows of an unfinished output: `NAME.partial`, the key of the request first, then a line for each row: its CRC-32 and
-    its JSON text.
+    """The rows of an unfinished output: `NAME.partial`, the key of the request first, then a line for each row: its CRC-32,
+    which begins with the line's number, and its JSON text.
 
     `rows` has the rows of an earlier process with an equal request, in whole blocks. A file of a different request is set
     aside. Without an output, or with a pipe as output, nothing is kept.
@@ -33,7 +35,7 @@ class Journal:
     ) -> None:
         self.rows: list[Any] = []
         self.path = None if output is None or is_stream(output) else output.with_name(output.name + SUFFIX)
-        self._key = hashlib.sha256(to_json(request).encode()).hexdigest()
+        self._key = hashlib.sha256(to_json([_FORMAT, request]).encode()).hexdigest()
         self._say, self.block = say, block
         self._file: BinaryIO | None = None
 
@@ -51,7 +53,7 @@ class Journal:
         self._file.truncate(num_bytes)
         if not num_bytes:
             try:
-                self._write([self._key])
+                self._write([self._key], first=0)
             except UserError:
                 self.__exit__(None, None, None)
                 raise
@@ -70,7 +72,7 @@ class Journal:
         """Add finished rows."""
         rows = list(rows)
         if self._file is not None:
-            self._write(rows)
+            self._write(rows, first=1 + len(self.rows))
         self.rows += rows
 
     def remove(self) -> None:
@@ -108,7 +110,7 @@ class Journal:
         self._file.seek(0)
         valid, num_bytes, complete, found = 0, 0, 0, list[Any]()
         for number, line in enumerate(self._file):
-            row = _read_line(line)
+            row = _read_line(line, number)
             if row is None or (number == 0 and row != self._key):  # the last line may be incomplete
                 break
             found += [row] if number else []
@@ -118,10 +120,10 @@ class Journal:
         self.rows = found[:complete]
         return valid
 
-    def _write(self, rows: list[Any]) -> None:
+    def _write(self, rows: list[Any], *, first: int) -> None:
         assert self._file is not None
         try:
-            self._file.write(b"".join(map(_write_line, rows)))
+            self._file.write(b"".join(map(_write_line, rows, itertools.count(first))))
             self._file.flush()
         except OSError as error:
             full = disk_full_reason(error)
@@ -134,15 +136,15 @@ class Journal:
             ) from error
 
 
-def _write_line(row: Any) -> bytes:
+def _write_line(row: Any, number: int) -> bytes:
     text = to_json(row).encode()
-    return b"%08x %b\n" % (zlib.crc32(text), text)
+    return b"%08x %b\n" % (zlib.crc32(text, number), text)
 
 
-def _read_line(line: bytes) -> Any:
-    """Return the row of a line; None if the line is incomplete or damaged."""
+def _read_line(line: bytes, number: int) -> Any:
+    """Return the row of a line; None if the line is incomplete, damaged or in a different place."""
     crc, _, text = line.removesuffix(b"\n").partition(b" ")
-    if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text):
+    if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text, number):
         return None
     try:
         return parse_json(text)
