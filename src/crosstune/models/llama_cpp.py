@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.process.this_process import num_cores
 
 _INSTALL = "pip install 'crosstune[llamacpp]'"
 _PARAMETER_BYTES = 512
@@ -68,7 +69,7 @@ def quantize_rows(
             )
         )
 
-    with ThreadPoolExecutor(_num_cores()) as pool:
+    with ThreadPoolExecutor(num_cores()) as pool:
         written = sum(pool.map(work, range(0, num_rows, step)))
     assert written == packed.nbytes, (written, packed.nbytes)
     return packed
@@ -159,10 +160,6 @@ def _wait(child: subprocess.Popen[bytes], show: Callable[[], None]) -> tuple[byt
         child.kill()
         child.wait()
         raise
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Parameters(ctypes.Structure):
@@ -274,7 +271,7 @@ class _Model:
         for offset in (_NUM_CONTEXT, _NUM_BATCH, _NUM_MICRO_BATCH):
             parameters.set(offset, max(length, 32))
         for offset in (_THREADS, _BATCH_THREADS):
-            parameters.set(offset, _num_cores())
+            parameters.set(offset, num_cores())
         parameters.set(_FLASH, 0)
         parameters.set(_TYPE_K, _F32)  # rounding of the cache would hide small differences
         parameters.set(_TYPE_V, _F32)
