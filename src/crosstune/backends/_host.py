@@ -1,8 +1,7 @@
-"""Read the CPU name, the number of cores and the memory of this machine."""
+"""Read the CPU name and the memory of this machine."""
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from pathlib import Path
@@ -23,13 +22,6 @@ def processor_name() -> str:
     else:
         name = platform.processor()
     return name or platform.machine() or "unknown processor"
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use, within the limits of a container or taskset."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def memory_bytes(*, cgroup: Path = _CGROUP) -> tuple[int, int]:

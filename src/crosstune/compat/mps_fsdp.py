@@ -87,7 +87,7 @@ class MPSFSDPWrapper:
     def save_checkpoint(
         self, model: Any, checkpoint_path: str | Path, optimizer: Any = None, **metadata: Any
     ) -> Path:
-        """Write the full model, the optimizer state and plain values to one file. Collective: every rank must call it."""
+        """Write the full model, the optimizer state and other values to one file. Collective: every rank must call it."""
         path = Path(checkpoint_path).expanduser()
         saved = save_model(model, path, optimizer=optimizer, metadata=metadata)
         if self.config.aggressive_memory_optimization:

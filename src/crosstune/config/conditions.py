@@ -105,8 +105,8 @@ def work_of_rows(options: Mapping[str, Any]) -> RowWork:
 
 
 def teaches_by_base(options: Mapping[str, Any], *, is_student: bool | None = None) -> bool:
-    """Return whether the teacher is the base under the trained adapters, so that no second model is loaded. `is_student`: whether
-    both have the same weights; by default judged by their names."""
+    """Return True if the teacher is the base under the trained adapters, so that no second model is loaded. `is_student`:
+    True if both have the same weights; by default their names decide."""
     same = options["teacher"] == options["model_name"] if is_student is None else is_student
     starts = not options["base_adapter"] and options["init_lora"] == "default"
     plain = not (options["modules_to_save"] or options["add_tokens"])

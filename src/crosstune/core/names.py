@@ -1,4 +1,4 @@
-"""Find plug-ins by file name, suggest alternatives to an unknown name, and match layer names."""
+"""Find plug-ins by file name, suggest alternatives to an unknown name, and match and sort layer names."""
 
 from __future__ import annotations
 
@@ -55,6 +55,11 @@ def unknown_name(kind: str, name: str, names: Iterable[str]) -> UserError:
         f"{did_you_mean(name, known)}{listed}".strip() or f"choose one of the {len(known):,} names that exist"
     )
     return UserError(f"Unknown {kind} {shown(name)}.", do=do)
+
+
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that puts layer 2 before layer 10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
 def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[set[str] | str]:

@@ -173,7 +173,7 @@ class Session(Protocol):
 
 
 def is_divided(session: Session) -> bool:
-    """Return True if exporting the state needs all processes, because each session has only a part of it."""
+    """Return True if exporting the state is a collective call, because each session has only a part of the state."""
     return bool(getattr(session, "is_divided", False))
 
 

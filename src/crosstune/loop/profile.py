@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import json
 import math
-import os
 import statistics
 import tempfile
 import time
@@ -31,6 +30,7 @@ from crosstune.core.profiling import (
 from crosstune.files.atomic_files import write_bytes, write_text
 from crosstune.files.json_files import write_json
 from crosstune.loop.stop import StopRequested, StopSignal
+from crosstune.process.this_process import num_cores
 
 MAX_OPERATORS = 15
 MAX_TIMES = 400
@@ -100,7 +100,7 @@ def profile_result(
 ) -> dict[str, Any]:
     """Return the mean times of the recorded steps, without their evaluations."""
     count = len(clock.steps)
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     apart = clock.seconds.get(EVALUATION, 0.0)
     step_s = (sum(clock.steps.values()) - apart) / count
     phases = {name: clock.seconds[name] / count for name in PHASES if name in clock.seconds}
@@ -118,7 +118,7 @@ def profile_result(
         "communication_s": sum(each.communication_s for each in recorded) / count,
         "device_busy_share": sum(busy) / count / step_s if busy and step_s else None,
         "cores_busy": clock.cpu_s / sum(clock.steps.values()),
-        "num_cores": num_cores,
+        "num_cores": cores,
         "other_steps_s": statistics.median(other_steps_s) if other_steps_s else None,
         "operators": _operators(recorded, count),
         "flops": sum(flops) / count if flops else None,

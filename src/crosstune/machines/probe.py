@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from crosstune.backends._host import memory_bytes, num_cores, processor_name
+from crosstune.backends._host import memory_bytes, processor_name
 from crosstune.config.load import add_environment
 from crosstune.core.backend import BackendSpec, backend_specs
 from crosstune.core.errors import UserError
@@ -26,6 +26,7 @@ from crosstune.machines.catalog import (
     with_devices,
     with_memory,
 )
+from crosstune.process.this_process import num_cores
 
 PACKAGES = ("crosstune", "torch", "transformers", "peft", "mlx", "mlx-lm", "numpy")
 """Packages with recorded versions, in addition to the quantizers' libraries."""

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
+from crosstune.core.names import natural_key
 from crosstune.core.protocols import Array
 from crosstune.core.weights import principal_factors
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape
@@ -238,7 +239,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
         and not is_head(name)
         and not (name.rpartition(".")[0] in routed and name.rpartition(".")[2] in ROUTERS)
     }
-    return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
+    return dict(sorted(found.items(), key=lambda item: natural_key(item[0])))
 
 
 def expert_layers(model: nn.Module) -> list[str]:
@@ -246,7 +247,9 @@ def expert_layers(model: nn.Module) -> list[str]:
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
     kinds = (SwitchLinear, QuantizedSwitchLinear)
-    return sorted((name for name, module in model.named_modules() if isinstance(module, kinds)), key=_natural)
+    return sorted(
+        (name for name, module in model.named_modules() if isinstance(module, kinds)), key=natural_key
+    )
 
 
 def is_head(name: str) -> bool:
@@ -260,8 +263,3 @@ def canonical_name(path: str) -> str:
 
 def model_path(canonical: str) -> str:
     return canonical.removesuffix(".weight") if ".lora_" in canonical else canonical
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that puts layer 2 before layer 10."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

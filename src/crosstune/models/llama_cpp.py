@@ -23,7 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+<<<<<<< HEAD
 from crosstune.process.limited_child import main_of
+=======
+from crosstune.process.this_process import num_cores
+>>>>>>> a28
 
 _INSTALL = "pip install 'crosstune[llamacpp]'"
 _PARAMETER_BYTES = 512
@@ -69,7 +73,7 @@ def quantize_rows(
             )
         )
 
-    with ThreadPoolExecutor(_num_cores()) as pool:
+    with ThreadPoolExecutor(num_cores()) as pool:
         written = sum(pool.map(work, range(0, num_rows, step)))
     assert written == packed.nbytes, (written, packed.nbytes)
     return packed
@@ -160,10 +164,6 @@ def _wait(child: subprocess.Popen[bytes], show: Callable[[], None]) -> tuple[byt
         child.kill()
         child.wait()
         raise
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Parameters(ctypes.Structure):
@@ -275,7 +275,7 @@ class _Model:
         for offset in (_NUM_CONTEXT, _NUM_BATCH, _NUM_MICRO_BATCH):
             parameters.set(offset, max(length, 32))
         for offset in (_THREADS, _BATCH_THREADS):
-            parameters.set(offset, _num_cores())
+            parameters.set(offset, num_cores())
         parameters.set(_FLASH, 0)
         parameters.set(_TYPE_K, _F32)  # rounding of the cache would hide small differences
         parameters.set(_TYPE_V, _F32)

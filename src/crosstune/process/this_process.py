@@ -1,4 +1,4 @@
-"""Handle the stop signals, the output and the end of this process, and measure time without suspensions.
+"""Handle the stop signals, the output and the end of this process, count its cores, and measure time without suspensions.
 
 A Python thread inside torch during interpreter shutdown aborts the process with SIGABRT. A process that fails cannot leave
 its group, since others may wait for it in a collective, so it must exit without Python's shutdown.
@@ -82,6 +82,13 @@ def hide_output() -> Iterator[None]:
     """Drop standard output and standard error in the `with` block. Errors must be raised."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use, within the limits of a container or taskset."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 GAP_S = 3.0

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from crosstune.backends._host import memory_bytes, num_cores
+from crosstune.backends._host import memory_bytes
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Warned
@@ -24,6 +24,7 @@ from crosstune.models.folder import longest_context, weight_files
 from crosstune.models.gguf_metadata import check_header
 from crosstune.models.quantized_folder import dense_bytes, read_quantization
 from crosstune.process.limited_child import main_of
+from crosstune.process.this_process import num_cores
 from crosstune.results.export import cached_export, name_of
 from crosstune.runs.open_parts import find_model
 from crosstune.runs.trained_folder import check_base, find_trained

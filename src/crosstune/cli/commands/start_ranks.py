@@ -6,7 +6,7 @@ import gc
 import sys
 from collections.abc import Sequence
 
-from crosstune.backends._host import memory_bytes, num_cores
+from crosstune.backends._host import memory_bytes
 from crosstune.cli.terminal.output import WARNING, Output, print_error
 from crosstune.config.schema import Config
 from crosstune.config.time_limits import limits_of
@@ -14,6 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.distributed.environment import Nodes
 from crosstune.distributed.launch import launch, ring_environments, torch_environments
 from crosstune.files.plain_files import readable_bytes
+from crosstune.process.this_process import num_cores
 
 CROWD = 4
 """Warn above this many processes per core."""

@@ -45,7 +45,7 @@ QUIET_S = 1.0
 PLAIN_S = 10.0
 """Without a live line, report the progress of a long operation at this interval."""
 MAX_STEP_LINES = 20
-"""Without a live line and --log_every_n_steps, print about this many lines per run, and one every minute."""
+"""Approximate number of step lines per run without a live line and --log_every_n_steps; a silent minute adds a line."""
 SILENT_S = 60.0
 RECENT_STEPS = 20
 """Number of steps for the displayed speed and time left."""

@@ -36,7 +36,7 @@ MISMATCHES = (
 )
 """Parts of a run's identity, in message order; `objective`: the losses of preferences or distillation, `loss`: the check after a move."""
 LONGEST_NAME_BYTES = 200
-"""File systems allow 255; crosstune appends to the name: `~1`, the suffix of an archive or a temporary folder."""
+"""File systems allow 255 bytes, and crosstune appends to names: `~1`, or the suffix of an archive or a temporary folder."""
 
 
 def mismatches(value: str) -> list[str]:

@@ -28,7 +28,7 @@ _QUANTIZED = {
 
 
 class Fits(Protocol):
-    """Return whether a step is estimated to fit, with changed fields of its `Step` or with more memory."""
+    """Return True if a step is estimated to fit, with changed fields of its `Step` or with more memory."""
 
     def __call__(self, fields: Mapping[str, Any], *, more_memory: float = 1.0) -> bool: ...
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from crosstune.core.errors import UserError
+from crosstune.core.names import natural_key
 from crosstune.torch_engine.loading.blocks import Expansion
 from crosstune.torch_engine.loading.stream import Place, read_ahead
 
@@ -107,7 +108,7 @@ class FileLayout:
 
     def _group(self, names: Iterable[str]) -> list[Group]:
         groups: dict[str, Group] = {}
-        for name in sorted(names, key=_natural):
+        for name in sorted(names, key=natural_key):
             target, pattern, converter = self._target(name)
             group = groups.setdefault(target, Group(target=target, files={}, converter=converter))
             group.files[name] = pattern
@@ -148,11 +149,6 @@ def _transforms(model: nn.Module) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return list(get_model_conversion_mapping(model))
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that puts expert 2 before expert 10."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
 def read_layout(
