@@ -13,7 +13,13 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from crosstune.config.load import make_config
-from crosstune.data.render.rendering import encode_conversation, encode_prompt, prompt_mismatch, render
+from crosstune.data.render.rendering import (
+    encode_conversation,
+    encode_prompt,
+    prompt_mismatch,
+    render,
+    render_conversation,
+)
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.sft import SftRecipe
 
@@ -35,7 +41,9 @@ def byte_level(*, trims: bool, alone: bool) -> RustTokenizer:
     found.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|im_end|>"], initial_alphabet=alphabet)
-    found.train_from_iterator([" Hello there\n\n\n\n", "Say:\n\n", "User: Assistant:"] * 50, trainer)
+    found.train_from_iterator(
+        [" Hello there\n\n\n\n", "Say:\n\n", "Say:\n  Hello", "User: Assistant:"] * 50, trainer
+    )
     trim = processors.ByteLevel(trim_offsets=trims)
     found.post_processor = trim if alone else processors.Sequence([trim])
     return found
@@ -136,3 +144,50 @@ def test_templates_see_the_messages_of_the_data_alone(bare_model: Path, write_js
     [text] = {made.tokenizer.decode(example.tokens.tolist()) for example in made.train}
     asked = [*turns("q", "a"), {"role": "user", "content": "r"}]
     assert text.startswith(render(asked, made.tokenizer, add_generation_prompt=True))
+
+
+SWITCHED = (
+    "{% set ns = namespace(off=false) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.off = '/no_think' in m.content %}User: {{ m.content }}\n{% else %}"
+    "Say: {{ '<think></think>\n' if ns.off else '<think>\n' }}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Say: {{ '<think></think>\n' if ns.off else '<think>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", ["smollm3", "smollm3 unmarked", "user"])
+def test_a_prompt_ends_where_the_switch_of_its_conversation_ends_it(tiny_model: Path, name: str) -> None:
+    template = SWITCHED
+    if name != "user":
+        template = (Path(__file__).parents[1] / "chat_templates" / "smollm3.jinja").read_text()
+    if name == "smollm3 unmarked":
+        template = template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+    tokenizer = make_tokenizer(tiny_model, byte_level(trims=True, alone=True), template)
+    system = [] if name == "user" else [{"role": "system", "content": "/no_think"}]
+    question = "Say: /no_think" if name == "user" else "Say:"
+    joined = 0
+    for answer in ("  Hello", "\n\n\nHello", "Hello"):
+        asked = [*system, *turns(question, answer)]
+        prompt = encode_prompt(asked[:-1], tokenizer)
+        row = encode_conversation(asked, tokenizer, index=0, whole=False)
+        assert row.tokens[: len(prompt)].tolist() == prompt and row.supervised[len(prompt) :].any()
+        old = encode_conversation(asked, replace(tokenizer, data_rules=4), index=0, whole=False)
+        joined += old.tokens[: len(prompt)].tolist() != prompt
+    assert joined, "the case does not occur"
+
+
+def test_a_conversation_whose_switch_closes_the_reasoning_does_not_lack_it(tiny_model: Path) -> None:
+    template = SWITCHED.replace("'<think>\n' }}{{ m.content }}", "'' }}{{ m.content }}")
+    tokenizer = make_tokenizer(tiny_model, byte_level(trims=True, alone=True), template)
+    found = {
+        (question, rules): render_conversation(
+            turns(question, "Hello"), replace(tokenizer, data_rules=rules), whole=False
+        ).lacks_reasoning
+        for question in ("Say:", "Say: /no_think")
+        for rules in (4, 5)
+    }
+    assert found == {
+        ("Say:", 4): True,
+        ("Say:", 5): True,
+        ("Say: /no_think", 4): True,
+        ("Say: /no_think", 5): False,
+    }

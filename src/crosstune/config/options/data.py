@@ -114,13 +114,13 @@ class DataOptions:
         False, "Compute the loss on prompts as well as answers", needs=(CONVERSATIONS,)
     )
     data_rules: int = _option(
-        4,
+        5,
         "Version of the rules that tokenize and hold out rows; a resumed run keeps its version. 1: rows are tokenized "
         "regardless of the end of the prompt, and duplicates may be in both training and evaluation; 2: duplicates are found "
         "within each source, before rows are cut; 3: equal prompts may be in both with train_on_prompt, and white space that "
-        "begins an answer may carry no loss",
+        "begins an answer may carry no loss; 4: the end of the prompt is that without /think or /no_think in the conversation",
         low=1,
-        high=4,
+        high=5,
     )
     loading_workers: int = option(
         -1,

@@ -111,6 +111,9 @@ OPENED_REASONING = re.compile(
     r"(?P<closed>(</(?P=tag)>|\[/(?P=name)\])\s*)?$"
 )
 
+# Words in a conversation that turn its reasoning on or off, in templates such as that of SmolLM3.
+_SWITCH = re.compile(r"/(?:no_?)?think\b")
+
 _QUESTION: Message = {"role": "user", "content": "Hello"}
 
 
@@ -152,22 +155,43 @@ def locate_answers(
     return spans, found.count([])
 
 
-def find_prompt_ends(text: str, spans: Sequence[Span], tokenizer: ChatTokens) -> list[int]:
+def find_prompt_ends(
+    text: str, spans: Sequence[Span], tokenizer: ChatTokens, *, switches: tuple[str, ...] = ()
+) -> list[int]:
     """Return the position at which the generation prompt of each answer ends: inside the span if the marks of the template
     include the header or if the prompt opens the reasoning, at its start if the template has no generation prompt."""
-    header = _full_header(tokenizer)
     ends = []
     for start, _ in spans:
-        found = text.find(header, max(0, start - len(header)), start + len(header))
-        if found >= 0:
-            ends.append(found + len(header) if header else start)
+        for header in _full_headers(tokenizer, switches):
+            found = text.find(header, max(0, start - len(header)), start + len(header))
+            if found >= 0:
+                ends.append(found + len(header) if header else start)
+                break
     return [end for end in ends if 0 < end < len(text)]
+
+
+def find_switches(messages: Sequence[Message], tokenizer: ChatTokens) -> tuple[str, ...]:
+    """Return the words of a conversation, such as /no_think, with which its template changes the generation prompt."""
+    if not _SWITCH.search(tokenizer.chat_template or ""):
+        return ()
+    asked = (str(message["content"]) for message in messages if message["role"] != "assistant")
+    return tuple(sorted({word for text in asked for word in _SWITCH.findall(text)}))
 
 
 @lru_cache(maxsize=8)
 def _full_header(tokenizer: ChatTokens) -> str:
     """Return the generation prompt after a question, with the reasoning that it opens."""
     return _prompt([_QUESTION], tokenizer, None, opened=True)
+
+
+@lru_cache(maxsize=8)
+def _full_headers(tokenizer: ChatTokens, switches: tuple[str, ...]) -> Sequence[str]:
+    """Return the generation prompts after a question without a switch and with each, the longest first."""
+    turns: list[list[Message]] = []
+    for word in switches:
+        turns += [[{"role": "system", "content": word}, _QUESTION], [{"role": "user", "content": word}]]
+    others = {_prompt(asked, tokenizer, None, opened=True) for asked in turns} - {""}
+    return sorted({_full_header(tokenizer), *others}, key=len, reverse=True)
 
 
 def opens_reasoning(tokenizer: ChatTokens) -> bool:

@@ -17,6 +17,7 @@ from crosstune.data.render.answer_spans import (
     OPENED_REASONING,
     effective_extras,
     find_prompt_ends,
+    find_switches,
     locate_answers,
     opens_reasoning,
     render_text,
@@ -63,14 +64,15 @@ def render_conversation(
     else:
         spans, num_unlocated = locate_answers(messages, text, marks, tokens, tools=tools)
         answers = spans
-    ends = find_prompt_ends(text, answers, tokens)
+    switches = find_switches(messages, tokens) if tokenizer.data_rules > 4 else ()
+    ends = find_prompt_ends(text, answers, tokens, switches=switches)
     others = _without_loss(messages, text, marks, tokens, tools=tools)
     return Rendered(
         text=text,
         spans=spans,
         first_answer=answers[0][0] if answers else 0,
         num_unlocated=num_unlocated,
-        prompt_ends=[*ends, *find_prompt_ends(text, others, tokens)],
+        prompt_ends=[*ends, *find_prompt_ends(text, others, tokens, switches=switches)],
         lacks_reasoning=bool(answers and not ends and opens_reasoning(tokens)),
         effective_extras=effective_extras(messages, text, tokens, extras, tools=tools),
     )

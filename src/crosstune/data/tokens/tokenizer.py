@@ -71,7 +71,7 @@ class Tokenizer:
     digest: str = ""
     """sha256 of tokenizer.json."""
     template_file: str = ""
-    data_rules: int = 4
+    data_rules: int = 5
     """The version of the rules that tokenize training rows: the value of --data_rules."""
     vision: Vision | None = None
     """The settings for pictures; None if the model reads text only."""
