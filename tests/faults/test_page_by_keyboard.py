@@ -180,6 +180,24 @@ def test_every_text_has_contrast(opened: Browser, theme: str) -> None:
         assert [row for row in found if row[0] < 4.5] == [], view
 
 
+def test_long_names_stay_beside_their_marks(browser: Browser, tmp_path: Path) -> None:  # noqa: F811
+    names = [f"2026-01-02-030405-a-model-with-a-long-name-instruct-{number}" for number in range(2)]
+    (tmp_path / "runs").mkdir()
+    for name in names:
+        make_run(tmp_path / "runs" / name)
+    with page(tmp_path / "runs") as (_, url, _):
+        browser.size(390)
+        browser.driver.get(url)
+        show(browser, f"#/compare/{names[0]}/{names[1]}")
+        tops = browser.run(
+            "return [...document.querySelectorAll('.u-legend .u-series:nth-child(n + 2)')].map((each) =>"
+            "['.u-marker', '.u-label'].map((part) => each.querySelector(part).getBoundingClientRect().top))"
+        )
+        assert len(tops) >= 2
+        assert all(max(row) - min(row) < 10 for row in tops), tops
+        assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_two_hundred_runs_are_listed_at_once_and_rows_stay(browser: Browser, tmp_path: Path) -> None:  # noqa: F811
     for number in range(200):
         make_run(tmp_path / "many" / f"run-{number:03d}", num_steps=3) if number else (

@@ -251,7 +251,7 @@ def test_control_characters_and_lone_surrogates_are_escaped(tmp_path: Path) -> N
     [
         ({"status": "finished"}, [], "finished", ""),
         ({"status": "failed", "error": "no memory"}, [], "failed", "no memory"),
-        ({"status": "stopped"}, [{"kind": "stopped", "reason": "SIGTERM"}], "stopped", "SIGTERM"),
+        ({"status": "stopped"}, [{"kind": "stopped", "reason": "SIGTERM"}], "stopped", "Stop button"),
         ({}, [{"kind": "failed", "error": "bad news"}], "failed", "bad news"),
         ({}, [], "stopped", "No end is recorded"),
     ],

@@ -40,6 +40,10 @@ METHODS = {
     "dora": "DoRA adapters",
     "llama_pro": "new blocks (Llama-Pro)",
 }
+_SIGNALS = {
+    "SIGINT": "By Ctrl-C.",
+    "SIGTERM": "By SIGTERM, as the Stop button of the page, `kill` and schedulers send it.",
+}
 MAX_METRICS = 2
 """Metrics in the summary; the cards of the page show all."""
 
@@ -101,7 +105,8 @@ def end_of(run: RunFiles) -> RunEnd:
     if status == "unknown":
         return RunEnd("stopped", "No end is recorded: it was killed, or its folder was copied while it ran.")
     event = next((_last(run, kind) for kind in (Failed, Stopped) if kind.kind == status), {})
-    return RunEnd(status, str(run.summary.get("error") or event.get("error") or event.get("reason") or ""))
+    detail = str(run.summary.get("error") or event.get("error") or event.get("reason") or "")
+    return RunEnd(status, _SIGNALS.get(detail, detail))
 
 
 def _last(run: RunFiles, event: type[Event]) -> Mapping[str, Any]:
