@@ -23,11 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-<<<<<<< HEAD
 from crosstune.process.limited_child import main_of
-=======
 from crosstune.process.this_process import num_cores
->>>>>>> a28
 
 _INSTALL = "pip install 'crosstune[llamacpp]'"
 _PARAMETER_BYTES = 512
