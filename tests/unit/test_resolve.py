@@ -304,6 +304,31 @@ def test_a_resumed_run_keeps_its_default_learning_rate(train_type: str) -> None:
     assert resume.complete_named(faster, checkpoint).lr == 1e-3
 
 
+@pytest.mark.parametrize(
+    ("rows", "size", "world", "asked", "expected"),
+    [
+        (8, 8, 2, {}, (4, 1, 0)),
+        (8, 8, 3, {}, (3, 1, 8)),
+        (2, 2, 4, {}, (1, 1, 2)),  # two devices stay idle
+        (16, 4, 2, {}, (4, 2, 0)),
+        (12, 4, 2, {}, (4, 1, 12)),
+        (8, 8, 2, {"batch_size": 8}, (8, 1, 8)),
+    ],
+)
+def test_a_run_that_goes_on_with_more_devices_keeps_the_rows_of_a_step_and_uses_all(
+    rows: int, size: int, world: int, asked: dict[str, Any], expected: tuple[int, int, int]
+) -> None:
+    options = {"world_size": 1, "batch_size": size}
+    manifest = make_manifest(recipe="sft", options=options, identity={"order": {"rows_per_step": rows}})
+    checkpoint = Checkpoint(folder=Path("runs/old/checkpoints/step-00000001"), manifest=manifest)
+    again = make_config(name="old", resume="auto", backend="cpu", world_size=world, **asked)
+    found = resume.complete_named(again, checkpoint)
+    assert (found.batch_size, found.gradient_accumulation_steps, found.rows_per_step) == expected
+    plan = plan_on("cpu-laptop", **found.options_asked())
+    told = [a for a in plan.adjustments if a.option == "gradient_accumulation_steps"]
+    assert not told, "nobody set it"
+
+
 def test_a_model_that_starts_from_nothing_has_other_learning_rates() -> None:
     plan = plan_on("cpu-laptop", facts={"has_base_model": False}, train_type="full", lr=0.05)
     assert not [a for a in plan.adjustments if a.option == "lr"]

@@ -265,18 +265,20 @@ def for_record(config: Config) -> Config:
 
 
 def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
-    """Return gradient accumulation for a changed world size, so that a step keeps its rows. If they cannot be divided
-    evenly, some ranks have one micro-batch fewer."""
+    """Return the options with which a step keeps its rows at a changed world size: smaller micro-batches if some devices would
+    get none, then gradient accumulation. If the rows cannot be divided evenly, some ranks have one micro-batch fewer."""
     rows = (checkpoint.manifest.identity.get("order") or {}).get("rows_per_step")
-    batch_size = config.batch_size if "batch_size" in config.sources else None
-    batch_size = batch_size or checkpoint.manifest.options.get("batch_size")
-    if not rows or not batch_size or "world_size" not in config.sources or config.world_size < 1:
+    world = num_at_once(config)
+    asked = config.batch_size if "batch_size" in config.sources else None
+    size = asked or checkpoint.manifest.options.get("batch_size")
+    if not rows or not size or "world_size" not in config.sources or config.world_size < 1:
         return {}
-    at_once = batch_size * num_at_once(config)
-    return {
-        "gradient_accumulation_steps": -(-rows // at_once),
-        "rows_per_step": rows if rows % at_once else 0,
-    }
+    found = {}
+    if asked is None:
+        found["batch_size"] = size = min(size, -(-rows // world))
+    if rows % (size * world):
+        return found | {"rows_per_step": rows}
+    return found | {"gradient_accumulation_steps": rows // (size * world), "rows_per_step": 0}
 
 
 def unpack_run(config: Config) -> tuple[Path, dict[str, Any]]:
