@@ -16,8 +16,8 @@ def start() -> int:
     """Run the command line of this process and return its exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
-    if __name__ == "__main__" and sys.path[:1] == [os.getcwd()] and not __file__.startswith(sys.path[0]):
-        del sys.path[0]  # of `python -m`: a folder `datasets` or a file `types.py` there is not the library of this name
+    if __name__ == "__main__" and sys.path[:1] == [os.getcwd()] and not __file__.startswith(sys.path[0]):  # noqa: PTH109
+        del sys.path[0]  # by `python -m`: a folder `datasets` there is no library
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     from crosstune.cli.main import main

@@ -86,3 +86,11 @@ def test_every_slow_command_says_what_it_does_first(tmp_path: Path, command: str
             assert line_before_engine(process.stderr).startswith(line)
         finally:
             process.kill()  # the test above lets a command end
+
+
+def test_files_of_the_working_directory_are_not_imported(tmp_path: Path) -> None:
+    for name in ("yaml", "datasets", "rich"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working directory')")
+    words = [sys.executable, "-m", "crosstune", "plan", "--model_name", "tiny-random", "--backend", "cpu"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr

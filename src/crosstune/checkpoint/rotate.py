@@ -50,7 +50,7 @@ def rotate(root: Path, keep: Keep, evaluations: Mapping[int, float], *, dry_run:
         open_checkpoint(folders[0][1])
     except DamagedCheckpoint as error:
         raise UserError(
-            f"No checkpoint is removed: the newest, {folders[0][1].name}, cannot be read back.",
+            f"No checkpoint is removed: the newest, {folders[0][1]}, cannot be read back.",
             why=error.why,
             do="check the disk; all older checkpoints are kept",
         ) from error

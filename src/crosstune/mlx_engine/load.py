@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantizatio
             f"{folder} contains weights quantized by {name}, which MLX cannot read.",
             why="each library packs weights in its own format.",
             do="use the original weights (--train_type qlora quantizes them on load), or "
-            f"dequantize them on a machine with torch: crosstune convert {folder} --to none",
+            f"dequantize them on a machine with torch: crosstune convert {shlex.quote(str(folder))} --to none",
         )
     return quantized
 
@@ -146,7 +147,7 @@ def check_quantization(folder: Path, quantized: FolderQuantization | None, plan:
         raise UserError(
             f"{folder} contains MLX weights of {bits} bits, which {plan.method} cannot train.",
             why="quantized weights cannot be updated.",
-            do=f"use {flags}, or get plain weights: crosstune convert {folder} --to hf",
+            do=f"use {flags}, or get plain weights: crosstune convert {shlex.quote(str(folder))} --to hf",
         )
     if plan.quantizer != "mlx" or (plan.n_bits, plan.config.group_size) != (bits, group_size):
         requested = "a base that is not quantized" if plan.quantizer == "none" else f"{plan.n_bits} bits"

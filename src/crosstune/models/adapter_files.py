@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -280,7 +281,7 @@ def check_kind(folder: Path, settings: Mapping[str, Any]) -> None:
     if "fine_tune_type" in settings:
         raise UserError(
             f"{folder} contains an adapter in mlx-lm's layout.",
-            do=f"convert it first: crosstune convert {folder} --to peft",
+            do=f"convert it first: crosstune convert {shlex.quote(str(folder))} --to peft",
         )
     unread = [name for name in UNREAD if settings.get(name)]
     if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none" or unread:

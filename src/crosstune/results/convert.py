@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -249,7 +250,7 @@ def _choose_engine(request: ConvertRequest) -> str:
         raise UserError(
             f"{request.model} cannot be converted to {request.to} in one step.",
             why="its weights are quantized by MLX, and only MLX can read them.",
-            do=f"dequantize it first: crosstune convert {request.model} --to hf",
+            do=f"dequantize it first: crosstune convert {shlex.quote(request.model)} --to hf",
         )
     return "mlx"
 

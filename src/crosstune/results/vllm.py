@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def vllm_report(trained: Trained, folder: Path) -> dict[str, Any]:
         raise UserError(
             f"vLLM cannot serve {trained.home or trained.base} as it is.",
             why=f"{why}.",
-            do=f"export it, then serve that folder: crosstune export {trained.home or trained.base} --to hf",
+            do=f"export it, then serve that folder: crosstune export {shlex.quote(str(trained.home or trained.base))} --to hf",
         )
     command = ["vllm", "serve", str(folder)]
     if trained.adapter is None:

@@ -137,12 +137,6 @@ class LatentOptions:
     )
     latent_dim: int = _option(0, "Dimension of the latent vectors; 0: read from the data", high=2**20)
     dropout: float = _option(0.0, "Dropout after attention and feed-forward layers", high=0.99)
-    ema_decay: float = option(
-        0.0,
-        "Decay of an exponential moving average of the trained weights, used for evaluation and the result; 0: none. "
-        "1 / (1 - decay) should be 2 to 3 % of all steps: 0.98 for 2,000 steps, 0.999 for 40,000",
-        high=0.999999,
-    )
     decode_steps: int = _decoding(
         8, "Denoising steps for decoding held-out latents in an evaluation", low=1, high=10_000
     )

@@ -107,6 +107,12 @@ class TrainingOptions:
         needs=(RESUMING,),
         on_resume=OnResume.ONE_START,
     )
+    ema_decay: float = option(
+        0.0,
+        "Decay of an exponential moving average of the trained weights, used for evaluation and the result; 0: none. "
+        "1 / (1 - decay) should be 2 to 3 % of all steps: 0.98 for 2,000 steps, 0.999 for 40,000",
+        high=0.999999,
+    )
     neftune_alpha: float = option(
         0.0,
         "NEFTune: add noise to the input embeddings in training, uniform within alpha / sqrt(tokens x width); 5 is "

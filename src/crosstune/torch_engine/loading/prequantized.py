@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -136,7 +137,7 @@ def read_prequantized(folder: Path) -> Prequantized | None:
         raise UserError(
             f"{folder} contains weights quantized by MLX, and torch cannot read them.",
             why=f"they are packed in MLX's own format, {facts.spec.bits} bits in groups of {facts.spec.group_size}.",
-            do=f"use --backend mlx, or get plain weights: crosstune convert {folder} --to hf",
+            do=f"use --backend mlx, or get plain weights: crosstune convert {shlex.quote(str(folder))} --to hf",
         )
     prequantized = Prequantized(folder, facts)
     for spec in {prequantized.spec, *(prequantized.layer_spec(layer) for layer in prequantized.layers)}:
@@ -171,7 +172,7 @@ def check_requested(prequantized: Prequantized, asked: QuantSpec | None, *, trai
         f"{folder} contains weights quantized differently than requested ({train_type}, {requested}).",
         why=f"they are {spec.quantizer}, {spec.bits} bits, groups of {spec.group_size}, kind {spec.resolved_kind()}, "
         "and only adapters can be trained on them.",
-        do=f"use {flags}, or get plain weights: crosstune convert {folder} --to none",
+        do=f"use {flags}, or get plain weights: crosstune convert {shlex.quote(str(folder))} --to none",
     )
 
 
