@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,6 +27,7 @@ from ui_server import WAIT_S, Served, serving, until
 
 from crosstune.core.errors import UserError
 from crosstune.files.run_lock import hold
+from crosstune.ui import runs as pages
 from crosstune.ui.guard import Guard, read_token
 from crosstune.ui.runs import MOST_BYTES, NUM_BUCKETS, Runs
 from crosstune.ui.server import make_server
@@ -445,3 +449,26 @@ def test_what_is_kept_may_change_while_another_is_made(tmp_path: Path) -> None:
     for place in range(60):
         runs._keep(Name(("run", place)), 0, lambda: None)
     assert 0 < sum(tuple(name)[:1] == ("run",) for name in runs._kept) <= 48
+
+
+def test_pages_that_ask_together_read_a_growing_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, num_reads, load = make_run(tmp_path / "demo", num_steps=400), itertools.count(), pages.load_run
+
+    def load_slowly(*words: Any, **more: Any) -> Any:
+        next(num_reads)
+        time.sleep(0.3)
+        return load(*words, **more)
+
+    monkeypatch.setattr(pages, "load_run", load_slowly)
+    runs = Runs(tmp_path)
+    with hold(folder), ThreadPoolExecutor(12) as pool:
+        asked = []
+        for step in range(12):
+            asked.append(pool.submit(runs.load, "demo"))
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({**STEP, "step": 100 + step, "loss": 1.0}) + "\n")
+            time.sleep(0.02)
+        assert len({id(each.result()[1]) for each in asked}) == 1
+    assert next(num_reads) == 1

@@ -157,19 +157,34 @@ class Runs:
         """Return what was made of a run. While only rows and events are added, it is made again when it costs a small share of a
         core, however many pages ask: what is new is on the stream."""
         stamps, running = _stamps(folder), self.is_running(folder)
-        found = self._kept.get(name)
-        is_same = found is not None and found.key[1] == running and _same_part(found.key[0], stamps)
-        if found is not None and is_same:
-            age_s = time.monotonic() - found.made
-            if age_s < min(_LONGEST_STALE_S, found.cost_s / _SHARE_OF_CORE):
-                return cast(T, found.value)
-        return self._keep(name, (stamps, running), make)
 
-    def _keep(self, name: tuple[Any, ...], key: Any, make: Callable[[], T], *, of: Sequence[str] = ()) -> T:
-        """Return what was made for this key, or make it, at the cost of the runs it is `of`."""
+        def is_fresh(found: _Kept) -> bool:
+            if found.key[1] != running or not _same_part(found.key[0], stamps):
+                return False
+            age_s = time.monotonic() - found.made
+            return age_s < min(_LONGEST_STALE_S, found.cost_s / _SHARE_OF_CORE)
+
+        if (found := self._kept.get(name)) is not None and is_fresh(found):
+            return cast(T, found.value)
+        return self._keep(name, (stamps, running), make, is_fresh=is_fresh)
+
+    def _keep(
+        self,
+        name: tuple[Any, ...],
+        key: Any,
+        make: Callable[[], T],
+        *,
+        of: Sequence[str] = (),
+        is_fresh: Callable[[_Kept], bool] = lambda found: False,
+    ) -> T:
+        """Return what was made for this key, or make it, at the cost of the runs it is `of`. Pages that ask together wait for the
+        first of them, and share what it made, although the run has grown in between."""
+        asked = time.monotonic()
         with self._busy[name[0] in ("row", "lock", "position")]:
             found = self._kept.pop(name, None)
-            if found is None or found.key != key:
+            if found is None or not (
+                found.key == key or found.made - found.cost_s >= asked or is_fresh(found)
+            ):
                 began = time.monotonic()
                 value = make()
                 found = _Kept(key=key, value=value, made=time.monotonic(), cost_s=time.monotonic() - began)
