@@ -159,5 +159,5 @@ def test_a_whole_file_of_mlx_lm_is_read(tmp_path: Path) -> None:
     assert config.project_name == "crosstune"
     [said] = warnings(plan_on(load_machine("apple-m2-max-64gb"), mlx_config=str(path)))
     for key in ("train", "test", "adapter_path", "val_batches", "test_batches", "clear_cache_threshold"):
-        assert f"{key} (" in said
-    assert "report_to" not in said and "--output_dir and --name" in said
+        assert key in said
+    assert "report_to" not in said

@@ -60,6 +60,7 @@ def test_a_switch_that_is_off_says_nothing(tmp_path: Path) -> None:
         load(file=write(tmp_path, "load_in_4bit: true\n"))
     with pytest.raises(ConfigError, match="shuffle"):
         load(file=write(tmp_path, "shuffle: false\n"))
+    assert not load(file=write(tmp_path, "cuda_graphs: false\n")).sources  # of an earlier version
 
 
 def test_values_are_translated_too(tmp_path: Path) -> None:
@@ -71,7 +72,6 @@ def test_values_are_translated_too(tmp_path: Path) -> None:
     assert load("--lora_target_linear").lora_target_modules == "all"
     assert load("--target_modules", "all-linear").lora_target_modules == "all"
     assert load("--adapter", "qlora").train_type == "qlora"
-    assert load("--pissa_init").init_lora == load("--init_lora_weights", "pissa").init_lora == "pissa"
     lists = "lora_modules_to_save: [embed_tokens, lm_head]\nlayers_to_transform: [0, 2]\n"
     config = load(file=write(tmp_path, lists))
     assert (config.modules_to_save, config.layers_to_transform) == ("embed_tokens,lm_head", "0,2")
@@ -93,25 +93,6 @@ def test_a_value_of_another_trainer_is_noted(flag: str) -> None:
     assert load(flag, "runs/a").renamed == {} and load(flag, "false").resume == "none"
     assert load("--use_gradient_checkpointing", "unsloth").use_gradient_checkpointing is True
     assert load("--use_gradient_checkpointing").renamed == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("dataset_text_field: content", "use --columns content=text"),
-        ("datasets: [{path: a.jsonl, type: chat_template}]", "instead: dataset: a.jsonl ("),
-        ("datasets: [{path: a.jsonl}, {path: org/b, type: alpaca}]", "instead: dataset: a.jsonl,org/b ("),
-        ("datasets: [{name: a.jsonl}]", "instead: --dataset FILE"),
-    ],
-)
-def test_advice_has_the_users_own_names(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(file=write(tmp_path, text + "\n"))
-    assert words in str(caught.value)
-
-
-def test_the_default_text_column_changes_nothing() -> None:
-    assert load("--dataset_text_field", "text").dataset_format == make_config().dataset_format
 
 
 def test_micro_batches_are_not_steps() -> None:
@@ -148,13 +129,6 @@ def test_what_is_ambiguous_or_unknown_is_said(tmp_path: Path, text: str, words: 
     with pytest.raises(ConfigError) as caught:
         load(file=write(tmp_path, text))
     assert words in str(caught.value)
-
-
-def test_a_removed_option_says_what_to_do_and_is_silent_when_off(tmp_path: Path) -> None:
-    assert list(load(file=write(tmp_path, "cuda_graphs: false\n")).sources) == []
-    for make in (lambda: load("--cuda_graphs"), lambda: load(file=write(tmp_path, "cuda_graphs: true\n"))):
-        with pytest.raises(ConfigError, match="no longer has the option cuda_graphs"):
-            make()
 
 
 def test_a_loss_of_another_trainer_is_answered_with_our_name() -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.peer_names import DIFFERENT
 from crosstune.config.schema import options_by_name
 from crosstune.config.values import convert_value
 from crosstune.core.errors import UserError, raise_all, shown
@@ -17,20 +16,11 @@ from crosstune.files.yaml_files import read_yaml
 
 SECTION = "lora_parameters"
 """The section of adapter settings in an mlx-lm file."""
-_IDLE = {
-    name: DIFFERENT[name]
-    for name in (
-        "train",
-        "test",
-        "test_batches",
-        "val_batches",
-        "adapter_path",
-        "clear_cache_threshold",
-        "optimizer_config",
-        "trust_remote_code",
-    )
-} | {"config": "this file"}
-"""Key of mlx-lm's trainer that crosstune ignores -> the replacement."""
+_IDLE = (
+    *("train", "test", "test_batches", "val_batches", "adapter_path", "clear_cache_threshold"),
+    *("optimizer_config", "trust_remote_code", "config"),
+)
+"""Keys of mlx-lm's trainer that crosstune does not use."""
 _RULES = {
     "wired_limit_gb": real(0),
     "cache_limit_gb": real(0),
@@ -93,7 +83,7 @@ def options_in(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def unused_settings(data: Mapping[str, Any], *, without_metal: bool) -> list[str]:
     """Return warnings for settings without effect: keys of mlx-lm's trainer, and keys that need Metal."""
-    found = [f"{key} ({instead})" for key, instead in _IDLE.items() if key in data]
+    found = [key for key in _IDLE if key in data]
     warnings = [f"has no effect in crosstune: {', '.join(found)}"] if found else []
     if "wired_limit_gb" in data and without_metal:
         warnings.append("wired_limit_gb has no effect without Metal")

@@ -10,7 +10,6 @@ from crosstune.config.option import Option
 from crosstune.config.peer_names import (
     DIFFERENT,
     OFF_BY_DEFAULT,
-    REMOVED,
     SAME,
     SAME_FOR_VALUES,
     SAME_VALUES,
@@ -44,7 +43,6 @@ class NamedOption:
         if self.name in SAME_FOR_VALUES:
             _, values, instead = SAME_FOR_VALUES[self.name]
             if text not in values:
-                instead = instead.replace("COLUMN", shown(raw)[1:-1] if isinstance(raw, str) else "COLUMN")
                 raise UserError(
                     f"{self.name} {shown(raw)} is not an option of crosstune ({source}).", do=f"use {instead}"
                 )
@@ -72,25 +70,15 @@ def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> 
             return None
         raise UserError(
             f"{shown(key)[1:-1]} is not an option of crosstune ({where}).",
-            do=f"instead: {_same_data(name, raw) or DIFFERENT[name]}",
+            do=f"instead: {DIFFERENT[name]}",
         )
-    if name in REMOVED:
-        if _is_off(raw):
-            return None
-        raise UserError(f"crosstune no longer has the option {name} ({where}).", do=REMOVED[name])
     close = suggestions(key)
     do = (
-        f"did you mean {' or '.join(close)}?" if close else "see --help of the command, or: crosstune options"
+        f"did you mean {' or '.join(close)}?"
+        if close
+        else "see crosstune options; `crosstune import FILE` reads the configuration of another trainer"
     )
     raise UserError(f"Unknown option: {where}.", do=do)
-
-
-def _same_data(name: str, raw: Any) -> str:
-    """Return the exact equivalent of axolotl's list of datasets; an empty string if it is not such a list."""
-    paths = [item.get("path") for item in raw if isinstance(item, dict)] if isinstance(raw, list) else []
-    if name != "datasets" or not paths or not all(isinstance(path, str) for path in paths):
-        return ""
-    return f"dataset: {','.join(map(str, paths))} (its format is detected from the columns, or set dataset_format)"
 
 
 def suggestions(key: str) -> list[str]:
@@ -103,14 +91,8 @@ def suggestions(key: str) -> list[str]:
         option = options[known[match] or match].name
         if option not in found and _negated(name) == _negated(match):
             found.append(option)
-    words = set(name.split("_"))
-    if not found and len(words) > 1:  # the same words in another order
-        found = [o for o in options if set(o.split("_")) == words]
-    elif not found and len(name) > 3:  # a word of a name, such as early for early_stopping
-        parts = {part for option in options for part in option.split("_")}
-        close = difflib.get_close_matches(name, parts, n=1, cutoff=0.74)
-        having = {options[o].name for o in options if set(close) & set(o.split("_")) and not _negated(o)}
-        found = sorted(having) if len(having) <= 3 else []
+    if not found and len(name) > 3:  # a part of a name, such as early for early_stopping
+        found = [o for o in options if name in o and not _negated(o)]
     return found[:3]
 
 
