@@ -6,9 +6,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -193,33 +190,6 @@ def test_a_staging_folder_is_private_and_may_be_moved_away(tmp_path: Path) -> No
         assert atomic_files.staged_name(folder) == "a"
         folder.rename(tmp_path / "a")
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
-
-
-ENDED = """
-import os, signal, sys
-from pathlib import Path
-from crosstune.files.atomic_files import staged_file, staging_folder
-signal.signal(getattr(signal, sys.argv[2]), signal.SIG_DFL)  # nohup ignores SIGHUP
-folder = Path(sys.argv[1])
-with staged_file(folder / "file") as file, staging_folder(folder / "out") as home:
-    file.write_text("half")
-    (home / "half").write_text("half")
-    if os.fork() == 0:  # a child that is ended leaves its parent's work
-        os.kill(os.getpid(), getattr(signal, sys.argv[2]))
-    os.wait()
-    assert (home / "half").exists() and len(list(folder.iterdir())) == 2
-    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
-"""
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_process_that_is_asked_to_end_leaves_nothing_staged(name: str, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    words = [sys.executable, "-c", ENDED, str(tmp_path), name]
-    done = subprocess.run(words, env=environment, capture_output=True, check=False, timeout=60)
-    assert (-done.returncode, done.stderr) == (getattr(signal, name), b"")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_link_is_replaced_in_one_step(tmp_path: Path) -> None:

@@ -14,17 +14,13 @@ import os
 import platform
 import re
 import shutil
-import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from crosstune.files.plain_files import readable_bytes
 
@@ -34,7 +30,6 @@ _SWAP = 2
 """RENAME_EXCHANGE on Linux and RENAME_SWAP on macOS."""
 _AT_FDCWD = -100
 """Linux: resolve relative paths against the working directory."""
-_ENDS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if os.name != "nt"]
 _OLD_S = 7 * 86400
 _log = logging.getLogger(__name__)
 
@@ -65,8 +60,7 @@ def staged_file(path: Path) -> Iterator[Path]:
 def _staging(staged: Path, *, target: Path) -> Iterator[None]:
     """Remove a staged file on an error, and report the target in an OSError."""
     try:
-        with _removed_at_sigterm(staged):
-            yield
+        yield
     except BaseException as error:
         with suppress(OSError):
             staged.unlink(missing_ok=True)
@@ -96,8 +90,7 @@ def staging_folder(target: Path) -> Iterator[Path]:
     folder = staging_path(target)
     try:
         folder.mkdir(mode=0o700)
-        with _removed_at_sigterm(folder):
-            yield folder
+        yield folder
     except OSError as error:
         name = str(error.filename)
         if error.errno is None or not name.startswith(str(folder)):
@@ -105,37 +98,6 @@ def staging_folder(target: Path) -> Iterator[Path]:
         raise OSError(error.errno, error.strerror, name.replace(str(folder), str(target), 1)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class _RemoveAndEnd:
-    """A signal handler that removes a staged path, then passes the signal on."""
-
-    path: Path
-    process: int
-    before: Any
-
-    def __call__(self, number: int, frame: object) -> None:
-        if os.getpid() == self.process:  # not a forked child
-            _remove(self.path)
-        signal.signal(number, self.before)
-        os.kill(os.getpid(), number)
-
-
-@contextmanager
-def _removed_at_sigterm(path: Path) -> Iterator[None]:
-    """Remove a staged path before SIGTERM or SIGHUP ends the process, unless the process handles them itself."""
-    handlers: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # Python sets handlers there only
-        handlers = {number: signal.getsignal(number) for number in _ENDS}
-    mine = {n: old for n, old in handlers.items() if old is signal.SIG_DFL or isinstance(old, _RemoveAndEnd)}
-    for number, before in mine.items():
-        signal.signal(number, _RemoveAndEnd(path, os.getpid(), before))
-    try:
-        yield
-    finally:
-        for number, before in mine.items():
-            signal.signal(number, before)
 
 
 def put_new(new: Path, target: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -14,7 +13,7 @@ from typing import Any
 from crosstune.core import __version__
 from crosstune.core.errors import UserError
 from crosstune.core.names import unknown_name
-from crosstune.files.atomic_files import put_in_place, remove_folder, staged_name, staging_folder
+from crosstune.files.atomic_files import put_in_place, remove_abandoned, remove_folder, staging_folder
 from crosstune.files.json_fields import OBJECT, TEXT, map_of, object_with, whole, wrong_field
 from crosstune.files.json_files import read_object, write_json
 from crosstune.files.paths import CACHE_VARIABLE, cache_base
@@ -62,7 +61,7 @@ def install(
     target = root / name
     if not check(target, source=source):
         return target
-    _sweep(root)
+    remove_abandoned(root)
     with _locked(root, name, progress=progress):
         problems = check(target, source=source)
         if not problems:
@@ -147,7 +146,7 @@ def remove_model(name: str, *, cache: Path | None = None) -> int:
 def _locked(root: Path, name: str, *, progress: Progress) -> Iterator[None]:
     import filelock
 
-    path = _lock_path(root, name)
+    path = root / ".locks" / f"{name}.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(path)
@@ -166,21 +165,6 @@ def _locked(root: Path, name: str, *, progress: Progress) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _sweep(root: Path) -> None:
-    """Remove the leftovers of killed processes: staging folders of a name whose lock is free."""
-    import filelock
-
-    for leftover in root.glob(".*"):
-        name = staged_name(leftover)
-        if name is not None:
-            with contextlib.suppress(OSError), filelock.FileLock(_lock_path(root, name), timeout=0):
-                shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _lock_path(root: Path, name: str) -> Path:
-    return root / ".locks" / f"{name}.lock"
 
 
 def _read_marker(folder: Path) -> dict[str, Any] | None:
