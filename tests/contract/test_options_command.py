@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from crosstune.cli.main import COMMANDS, main
-from crosstune.config.load import load_config
-from crosstune.config.schema import option_list
-from crosstune.config.table import describe_option, help_text, markdown_table
+from crosstune.config.table import help_text, markdown_table
 
 
 def test_one_option_in_full(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,15 +23,6 @@ def test_one_option_in_full(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(words in said for words in ("Rank of the adapters", "16", "65,536", "lora_r"))
     assert main(["options", "precision", "--json"]) == 0
     assert "bf16_autocast" in json.loads(capsys.readouterr().out)["takes"]
-
-
-def test_examples_are_requests_that_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("MLX_CONFIG").write_text("{}")
-    for option in option_list():
-        words = describe_option(option)["example"].split()
-        assert words[:2] == ["crosstune", "train"]
-        assert list(load_config(words[2:], environment={}).sources) == [option.name]
 
 
 @pytest.mark.parametrize(

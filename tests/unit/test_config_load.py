@@ -123,11 +123,6 @@ def test_every_command_names_words_after_a_backslash(command: str, capsys: pytes
     assert "remove the spaces" in capsys.readouterr().err
 
 
-def test_an_assignment_to_a_config_says_how_to_set_the_option() -> None:
-    with pytest.raises(AttributeError, match=r"make_config\(..., lr=...\)"):
-        setattr(load_config([], environment={}), "lr", 1.0)  # noqa: B010
-
-
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("learning_rat: 1\nbatch_size: many\n")

@@ -19,7 +19,7 @@ from crosstune.config.schema import option_list
 from crosstune.core.errors import ConfigError, UserError, shown
 from crosstune.core.sampling import Sampling
 from crosstune.distributed.environment import ranks_in
-from crosstune.files.paths import cache_base, check_home
+from crosstune.files.paths import cache_base
 
 
 def refusal(*flags: str, file: Path | None = None, **environment: str) -> str:
@@ -192,40 +192,6 @@ def test_the_cache_variable_is_named() -> None:
     for value in ("~nobody-here/x", "y" * 300, "\udcff"):
         with pytest.raises(UserError, match="CROSSTUNE_CACHE"):
             cache_override({"CROSSTUNE_CACHE": value})
-
-
-def test_numbers_in_a_backends_variables_are_checked() -> None:
-    from crosstune.core.backend import backend_specs
-
-    spec = backend_specs()["mps"]
-    for value in ("abc", "nan", "-1", ""):
-        with pytest.raises(UserError, match="PYTORCH_MPS_HIGH_WATERMARK_RATIO"):
-            spec.check_environment({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": value})
-    spec.check_environment({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.0"})
-
-
-UNKNOWN = "~nobody-has-this-account/models"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--output_dir", UNKNOWN], "--output_dir: the home folder in ~nobody-has-this-account/models is"),
-        ([f"--output_dir={UNKNOWN}"], "--output_dir: the home folder in ~nobody"),
-        ([UNKNOWN, "--out", "here"], "The home folder in ~nobody"),
-        (["runs/one", UNKNOWN], "The home folder in ~nobody"),
-    ],
-)
-def test_an_unknown_home_is_named_with_its_option(words: list[str], said: str) -> None:
-    with pytest.raises(UserError) as caught:
-        check_home(words)
-    assert caught.value.message.startswith(said)
-    assert "no such account" in str(caught.value) and "full path" in caught.value.do
-
-
-def test_a_known_home_and_other_words_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    check_home(["--output_dir", "~/runs", "--dataset=~", "~/model", "--prompt", "a ~b"])
 
 
 def test_the_cache_is_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

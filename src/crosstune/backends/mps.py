@@ -22,8 +22,6 @@ SPEC = BackendSpec(
     },
     # Otherwise torch's allocator fails to start.
     at_most={"PYTORCH_MPS_LOW_WATERMARK_RATIO": "PYTORCH_MPS_HIGH_WATERMARK_RATIO"},
-    # The limits that torch's allocator checks.
-    highest={"PYTORCH_MPS_HIGH_WATERMARK_RATIO": 2.0, "PYTORCH_MPS_LOW_WATERMARK_RATIO": 2.0},
     memory_share_variable="PYTORCH_MPS_HIGH_WATERMARK_RATIO",
     # Buffers are cached by size, so rows of many lengths fill the cache.
     clear_cache_every=100,

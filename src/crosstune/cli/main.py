@@ -23,7 +23,6 @@ from crosstune.core.errors import (
 )
 from crosstune.core.names import unknown_name
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
-from crosstune.files.paths import check_home
 from crosstune.files.plain_files import disk_full_reason, room_advice
 from crosstune.process.this_process import end_at_once, may_hang
 
@@ -196,7 +195,6 @@ def _run(command: str, words: list[str]) -> int:
         if command not in COMMANDS:
             raise _unknown_command(command)
         check_arguments(words)
-        check_home(words)
         with memory_errors(doing=f"crosstune {command}"):
             return int(load_command(command, "run")(words))
     except UserError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from dataclasses import FrozenInstanceError, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
@@ -75,16 +75,6 @@ class Config(
             for option in option_list()
             if option.name in self.sources
         }
-
-
-def _reject_assignment(config: Config, name: str, value: Any) -> None:
-    raise FrozenInstanceError(
-        f"A Config is immutable, so {name} cannot be assigned. Collect the options in a dict, and pass them to "
-        f"crosstune.config.load.make_config(..., {name}=...) or crosstune.train(..., {name}=...)."
-    )
-
-
-Config.__setattr__ = _reject_assignment  # type: ignore[assignment, method-assign]
 
 
 @lru_cache(maxsize=1)

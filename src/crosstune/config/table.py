@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from crosstune.config.option import OnResume, Option, check_duration
+from crosstune.config.option import OnResume, Option
 from crosstune.config.option_names import names_of
 from crosstune.config.schema import GROUPS, option_list
 from crosstune.config.values import accepted_values
@@ -71,7 +71,6 @@ def describe_option(option: Option) -> dict[str, Any]:
         "environment": option.env or "",
         "other_names": list(option.aliases),
         "names_elsewhere": names_of(option),
-        "example": f"crosstune train --{option.name} {_example_value(option)}".rstrip(),
     }
 
 
@@ -85,31 +84,11 @@ def description_lines(facts: Mapping[str, Any]) -> list[str]:
         "environment": facts["environment"],
         "also": ", ".join(f"--{name}" for name in facts["other_names"]),
         "elsewhere": ", ".join(facts["names_elsewhere"]),
-        "example": facts["example"],
     }
     lines = [f"--{facts['name']}  ({facts['group']})", f"  {facts['meaning']}", ""]
     for title, text in rows.items():
         lines += _fill(f"  {title}", text, 110, indent=15) if text else []
     return lines
-
-
-def _example_value(option: Option) -> str:
-    if option.type is bool:
-        return "false" if option.default else ""
-    if option.choices:
-        return next(
-            (c for c in option.choices if c not in (option.default, "auto", "none")), option.choices[0]
-        )
-    if option.check is not None and option.joins_items is not None and option.default:
-        return str(option.default)  # a list with its own format
-    if isinstance(option.default, (int, float)) and option.default > 0:
-        return _shown(option.default)
-    if option.check is check_duration:
-        return option.default or "3h30m"
-    usual = {"allow_mismatch": "data", "resume": "auto", "dataset": "chats.jsonl", "master_port": "29500"}
-    usual |= {"layers_to_transform": "0-7", "modules_to_save": "embed_tokens,lm_head", "rope_factor": "4"}
-    usual |= {"add_tokens": "'<think>,</think>'", "reward": "exact:answer", "reward_weights": "0.5"}
-    return usual.get(option.name, {int: "100", float: "0.05", str: option.name.upper()}[option.type])
 
 
 def _markdown_row(option: Option) -> str:

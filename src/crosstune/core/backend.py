@@ -7,7 +7,6 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from crosstune.core.errors import UserError, shown
 from crosstune.core.names import load_plugin, plugin_names
 
 BACKENDS_PACKAGE = "crosstune.backends"
@@ -38,8 +37,6 @@ class BackendSpec:
     """Operating system, as `platform.system()` names it -> more variables for it."""
     at_most: Mapping[str, str] = field(default_factory=dict)
     """Variable -> the variable it may not exceed. Whichever the user did not set is adjusted."""
-    highest: Mapping[str, float] = field(default_factory=dict)
-    """Variable -> the largest number that the engine accepts."""
     memory_share: float = 0.9
     """The fraction of a device's memory that a training step may use."""
     overhead_bytes: int = 0
@@ -60,22 +57,10 @@ class BackendSpec:
         parts = (platform.system() if system is None else system).split()
         return {**self.environment, **self.environment_on.get(parts[0] if parts else "", {})}
 
-    def check_environment(self, given: Mapping[str, str]) -> None:
-        """Raise a UserError if the user set a variable of this backend to an invalid number, because its engine would not start."""
-        for name, usual in self.wanted_environment().items():
-            value, most = _number(given.get(name)), self.highest.get(name, math.inf)
-            if name in given and _number(usual) is not None and (value is None or not 0 <= value <= most):
-                wanted = "of 0 or more" if most == math.inf else f"from 0 to {most:g}"
-                raise UserError(
-                    f"{name} cannot be {shown(given[name])} (an environment variable).",
-                    do=f"unset it, or set it to a number {wanted}; {self.name} uses {usual}",
-                )
-
     def usable_share(self, given: Mapping[str, str]) -> float | None:
         """Return the fraction of device memory that a step may use with these variables set; None for no limit."""
         if not self.memory_share_variable:
             return self.memory_share
-        self.check_environment(given)
         full = {**self.missing_environment(given), **given}
         return _number(full[self.memory_share_variable]) or None
 

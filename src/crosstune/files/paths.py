@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from crosstune.core.errors import UserError
@@ -77,20 +77,6 @@ def missing_run(target: str | Path) -> UserError:
         else f"{path} does not exist.",
         do=what_runs_exist(target),
     )
-
-
-def check_home(words: Sequence[str]) -> None:
-    """Raise a UserError when a path begins with ~ and the system does not know the home folder."""
-    flag = ""
-    for word in words:
-        name, _, path = word.partition("=") if word.startswith("--") else (flag, "", word)
-        flag = word if word.startswith("--") and "=" not in word else ""
-        if path.startswith("~") and os.path.expanduser(path) == path:  # noqa: PTH111 (Path raises RuntimeError)
-            raise UserError(
-                f"{f'{name}: the' if name else 'The'} home folder in {path} is not known.",
-                why="$HOME is not set, or there is no such account.",
-                do="pass the full path",
-            )
 
 
 def cache_base(override: Path | None = None) -> Path:
