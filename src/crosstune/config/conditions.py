@@ -222,7 +222,6 @@ def _with_losses(*names: str) -> Condition:
     return Condition(
         f"`--preference_loss` {', '.join(names)}",
         lambda now: any(name in names for name in parse_losses(now["preference_loss"])),
-        "with --preference_loss {preference_loss}",
     )
 
 
@@ -233,20 +232,16 @@ def _with_option(*names: str) -> Condition:
     )
 
 
-ADAPTERS = Condition("lora or dora", lambda now: now["method"] in ADAPTER_METHODS, "with method {method}")
-LLAMA_PRO = Condition("llama_pro", lambda now: now["method"] == "llama_pro", "without a llama_pro train type")
+ADAPTERS = Condition("lora or dora", lambda now: now["method"] in ADAPTER_METHODS)
+LLAMA_PRO = Condition("llama_pro", lambda now: now["method"] == "llama_pro")
 BLOCKS_TO_ADD = Condition(
     "", lambda now: not now["llama_pro_path"], "with --llama_pro_path: its model is already expanded"
 )
 QUANTIZED_BASE = Condition("a quantized base", lambda now: now["scheme"] is not None)
 QUANTIZING_TRAIN_TYPE = Condition(
-    "a train type that quantizes",
-    lambda now: TRAIN_TYPE_PARTS[now["train_type"]][1] != "none",
-    "with train_type {train_type}",
+    "a train type that quantizes", lambda now: TRAIN_TYPE_PARTS[now["train_type"]][1] != "none"
 )
-ROPE_SCALING = Condition(
-    "`--rope_scaling`", lambda now: now["rope_scaling"] != "none", "with --rope_scaling none"
-)
+ROPE_SCALING = Condition("`--rope_scaling`", lambda now: now["rope_scaling"] != "none")
 SCALES_BY_GROUP = Condition(
     "",
     lambda now: now["scheme"] is not None and now["n_bits"] not in now["scheme"].bits_by_row,
@@ -268,43 +263,28 @@ MLX_ENGINE = Condition(
     "on memory or compilation outside the MLX engine; its other settings apply",
 )
 LATENT_DIFFUSION = _with_recipe("latent_diffusion")
-SEVERAL_DEVICES = Condition("several devices", lambda now: now["world_size"] > 1, "with one device")
+SEVERAL_DEVICES = Condition("several devices", lambda now: now["world_size"] > 1)
 SHARDED_MODEL = Condition("", lambda now: now["engine"] != "mlx", "on MLX, which replicates the model")
-SHARDED_WEIGHTS = Condition(
-    "a strategy that shards",
-    lambda now: shards_weights(now["sharding_strategy"]),
-    "with --sharding_strategy {sharding_strategy}, which replicates the model",
-)
-DEVICE_MEMORY = Condition(
-    "a device with dedicated memory",
-    lambda now: now["backend"] != "cpu",
-    "on a CPU: activations are already in host memory",
-)
+SHARDED_WEIGHTS = Condition("a strategy that shards", lambda now: shards_weights(now["sharding_strategy"]))
+DEVICE_MEMORY = Condition("a device with dedicated memory", lambda now: now["backend"] != "cpu")
 ROWS_BY_BATCH = Condition(
     "", lambda now: not now["rows_per_step"], "with --rows_per_step, which sets the rows of a step"
 )
 RECOMPUTATION = _with_option("use_gradient_checkpointing")
 CLIPPING = _with_option("apply_gradient_clipping")
-ADAM = Condition("adamw or adam", lambda now: "adam" in now["optimizer"], "with optimizer {optimizer}")
+ADAM = Condition("adamw or adam", lambda now: "adam" in now["optimizer"])
 SCHEDULE_WITH_FLOOR = Condition(
-    ", ".join(SCHEDULES_WITH_FLOOR),
-    lambda now: now["lr_scheduler"] in SCHEDULES_WITH_FLOOR,
-    "with lr_scheduler {lr_scheduler}",
+    ", ".join(SCHEDULES_WITH_FLOOR), lambda now: now["lr_scheduler"] in SCHEDULES_WITH_FLOOR
 )
 EVALUATION = Condition("evaluation", lambda now: not now["skip_eval"] and now["eval_samples"] > 0)
 GENERATION = Condition(
     "evaluation, or `--recipe rl`",
-    lambda now: now["recipe"] == "rl" or (not now["skip_eval"] and now["eval_samples"] > 0),
-    "without evaluation",
+    lambda now: now["recipe"] == "rl" or EVALUATION.holds(now),
 )
 NO_SKIP_EVAL = Condition("evaluation", lambda now: not now["skip_eval"])
 SAVING = _with_option("save_steps", "save_minutes")
 EVALUATIONS = _with_option("eval_steps")
-LAST_RESULT = Condition(
-    "`--result last`",
-    lambda now: now["result"] == "last",
-    "with --result {result}, which keeps the best checkpoint in any case",
-)
+LAST_RESULT = Condition("`--result last`", lambda now: now["result"] == "last")
 RESUMING = Condition("`--resume`", lambda now: now["resume"] != "none")
 PROJECTS = _with_trackers("wandb", "weave", "trackio")
 TRACKER_GROUPS = _with_trackers("wandb", "trackio")
@@ -312,30 +292,18 @@ TRACKER_OWNERS = _with_trackers("wandb", "weave")
 JUDGE = _with_recipe("judge")
 PREFERENCE = _with_recipe("preference")
 DISTILL = _with_recipe("distill")
-JSD = Condition(
-    "`--distill_loss jsd`",
-    lambda now: now["distill_loss"] == "jsd",
-    "with --distill_loss {distill_loss}",
-)
+JSD = Condition("`--distill_loss jsd`", lambda now: now["distill_loss"] == "jsd")
 WITH_REFERENCE = _with_losses(*(name for name in LOSSES if name not in WITHOUT_REFERENCE))
 SMOOTHED_LOSS, SIMPO, KTO_LOSS = (
     _with_losses(*names) for names in (("dpo", "robust", "simpo", "cpo"), ("simpo",), (KTO,))
 )
 RL = _with_recipe("rl")
 PREFERENCE_OR_RL = _with_recipe("preference", "rl")
-CLIPPED_LOSS = Condition(
-    "another loss than reinforce", lambda now: now["rl_loss"] != "reinforce", "with --rl_loss reinforce"
-)
+CLIPPED_LOSS = Condition("another loss than reinforce", lambda now: now["rl_loss"] != "reinforce")
 PAIRED_LOSS = Condition(
-    f"a `--preference_loss` other than {KTO}",
-    lambda now: KTO not in parse_losses(now["preference_loss"]),
-    "with --preference_loss {preference_loss}, whose rows have one answer",
+    f"a `--preference_loss` other than {KTO}", lambda now: KTO not in parse_losses(now["preference_loss"])
 )
-CORRECTED = Condition(
-    "a correction",
-    lambda now: now["importance_correction"] != "none",
-    "with --importance_correction none",
-)
+CORRECTED = Condition("a correction", lambda now: now["importance_correction"] != "none")
 HELD_OUT_BY_FRACTION = _with_recipe("sft", "preference", "rl", "distill")
 WITH_ROWS = _with_recipe("sft", "preference", "judge", "rl", "distill")
 SFT = _with_recipe("sft")

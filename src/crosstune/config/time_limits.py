@@ -1,4 +1,4 @@
-"""Read the time limits of a run of several processes, and warn about implausible values."""
+"""Read the time limits of a run of several processes, and warn about values that are not used."""
 
 from __future__ import annotations
 
@@ -7,15 +7,6 @@ from collections.abc import Mapping
 from crosstune.config.option import parse_duration
 from crosstune.config.schema import Config, options_by_name
 from crosstune.process.ranks import Limits
-
-SHORTEST_S, LONGEST_S = 60.0, 86_400.0
-"""Warn about limits outside this range: an evaluation or a checkpoint of a large model may take more than a minute."""
-_OVERRIDDEN = {
-    "TORCH_NCCL_BLOCKING_WAIT": "blocking collectives cannot overlap with computation, so 0 is used",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "NCCL would never abort a collective that fails or hangs, so it is not used",
-    "TORCH_NCCL_ENABLE_MONITORING": "a hang of NCCL's watchdog would go unnoticed, so it is not used",
-}
-"""Variable -> the effect of a value other than in `nccl_variables`."""
 
 
 def limits_of(config: Config) -> Limits:
@@ -41,32 +32,16 @@ def nccl_variables(limits: Limits) -> dict[str, str]:
 
 
 def limit_warnings(config: Config, environment: Mapping[str, str]) -> list[str]:
-    """Return a warning for each implausible limit and each variable that contradicts one."""
+    """Return a warning for a limit, and for each variable of NCCL, that is not used as it was set."""
     limits, warnings = limits_of(config), list[str]()
-    for name in ("collective_timeout", "heartbeat_timeout"):
-        text, variable = getattr(config, name), options_by_name()[name].env
-        if name not in config.sources or not text:
-            continue
-        seconds = parse_duration(text)
-        if not SHORTEST_S <= seconds <= LONGEST_S:
-            effect = "a longer evaluation or checkpoint on one process would end the run"
-            if seconds > LONGEST_S:
-                effect = "a hung process would be noticed only then"
-            unit = "a number without a unit is in seconds, not milliseconds"
-            warnings.append(f"{name} is {seconds:,.0f} s: {effect}; 30m is usual; {unit}")
-        given = environment.get(variable or "", "").strip()
-        if given and config.sources[name] != variable and given not in (text, f"{seconds:g}"):
-            warnings.append(f"{variable} is {given}, but --{name} {text} is used")
     asked_s = parse_duration(config.heartbeat_timeout) if config.heartbeat_timeout else limits.heartbeat_s
     if asked_s < limits.collective_s:
         warnings.append(
             f"heartbeat_timeout is {asked_s:g} s, shorter than collective_timeout: NCCL's watchdog would abort a process in a "
             f"slow collective, so {limits.collective_s:g} s is used"
         )
-    for variable, why in _OVERRIDDEN.items():
-        used = nccl_variables(limits)[variable]
-        for name in (variable, variable.removeprefix("TORCH_")):
-            given = environment.get(name, "").strip()
-            if given and (given == "0") != (used == "0"):
-                warnings.append(f"{name} is {given}: {why}")
+    for name, used in nccl_variables(limits).items():
+        given = environment.get(name, used)
+        if given != used and name != options_by_name()["heartbeat_timeout"].env:
+            warnings.append(f"{name} is {given}, but {used} is used, so that a hang is reported")
     return warnings

@@ -29,12 +29,6 @@ def near_paths(path: str | Path) -> list[str]:
     return [str(wanted.with_name(name)) for name in close[:3]]
 
 
-def near_path_hint(path: str | Path) -> str:
-    """Return a question that names similar paths, or an empty string."""
-    close = near_paths(path)
-    return f"did you mean {' or '.join(close)}?" if close else ""
-
-
 def sibling_runs(folder: Path) -> list[Path]:
     """Return the runs in the parent of a folder, the newest first."""
     from crosstune.files.run_record import (

@@ -22,7 +22,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
 from crosstune.estimate.model_shape import ModelShape
 from crosstune.files.hub_connection import WAIT_S, offline_if_unreachable
-from crosstune.files.paths import near_path_hint
+from crosstune.files.paths import near_paths
 from crosstune.files.plain_files import kind_of
 from crosstune.models.bundled import BUNDLED, install_bundled
 from crosstune.models.cache import cache_root, check, install
@@ -326,9 +326,9 @@ def _source(name: str) -> Source:
             do=f"specify the folder instead: {path.parent}",
         )
     if _PATH_START.match(name):
-        raise UserError(
-            f"There is no folder {path}.", do=near_path_hint(path) or "check the path of the model folder"
-        )
+        close = near_paths(path)
+        do = f"did you mean {' or '.join(close)}?" if close else "check the path of the model folder"
+        raise UserError(f"There is no folder {path}.", do=do)
     if _HUB_ID.fullmatch(name):
         return "hub"
     raise UserError(
