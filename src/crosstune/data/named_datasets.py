@@ -9,81 +9,14 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from crosstune.data.read.files import RawRow, Row
+from crosstune.files.json_files import read_object
 
 LANGUAGES = ("Spanish", "Italian", "Portuguese")
-
-# Slot -> phrases: English, then one for each language.
-PHRASES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "time": (
-        ("today", "hoy", "oggi", "hoje"),
-        ("yesterday", "ayer", "ieri", "ontem"),
-        ("every week", "cada semana", "ogni settimana", "toda semana"),
-        ("this morning", "esta mañana", "stamattina", "esta manhã"),
-        ("last night", "anoche", "ieri sera", "ontem à noite"),
-        ("on Monday", "el lunes", "lunedì", "na segunda-feira"),
-        ("in winter", "en invierno", "in inverno", "no inverno"),
-        ("last year", "el año pasado", "l'anno scorso", "no ano passado"),
-    ),
-    "subject": (
-        ("the teacher", "la maestra", "la maestra", "a professora"),
-        ("my brother", "mi hermano", "mio fratello", "meu irmão"),
-        ("our neighbour", "nuestro vecino", "il nostro vicino", "nosso vizinho"),
-        ("the doctor", "el médico", "il medico", "o médico"),
-        ("her daughter", "su hija", "sua figlia", "sua filha"),
-        ("the old sailor", "el viejo marinero", "il vecchio marinaio", "o velho marinheiro"),
-        ("the young cook", "el joven cocinero", "il giovane cuoco", "o jovem cozinheiro"),
-        ("a tourist", "un turista", "un turista", "um turista"),
-        ("my aunt", "mi tía", "mia zia", "minha tia"),
-        ("the farmer", "el granjero", "il contadino", "o fazendeiro"),
-    ),
-    "verb": (
-        ("bought", "compró", "ha comprato", "comprou"),
-        ("sold", "vendió", "ha venduto", "vendeu"),
-        ("found", "encontró", "ha trovato", "encontrou"),
-        ("lost", "perdió", "ha perso", "perdeu"),
-        ("painted", "pintó", "ha dipinto", "pintou"),
-        ("carried", "llevó", "ha portato", "carregou"),
-        ("counted", "contó", "ha contato", "contou"),
-        ("photographed", "fotografió", "ha fotografato", "fotografou"),
-        ("washed", "lavó", "ha lavato", "lavou"),
-    ),
-    "number": (
-        ("two", "dos", "due", "dois"),
-        ("three", "tres", "tre", "três"),
-        ("four", "cuatro", "quattro", "quatro"),
-        ("five", "cinco", "cinque", "cinco"),
-        ("six", "seis", "sei", "seis"),
-        ("seven", "siete", "sette", "sete"),
-        ("eight", "ocho", "otto", "oito"),
-        ("nine", "nueve", "nove", "nove"),
-        ("ten", "diez", "dieci", "dez"),
-    ),
-    "object": (
-        ("books", "libros", "libri", "livros"),
-        ("horses", "caballos", "cavalli", "cavalos"),
-        ("hats", "sombreros", "cappelli", "chapéus"),
-        ("fish", "peces", "pesci", "peixes"),
-        ("boats", "barcos", "barche", "barcos"),
-        ("glasses", "vasos", "bicchieri", "copos"),
-        ("clocks", "relojes", "orologi", "relógios"),
-        ("dogs", "perros", "cani", "cães"),
-        ("plates", "platos", "piatti", "pratos"),
-        ("carpets", "tapices", "tappeti", "tapetes"),
-    ),
-    "place": (
-        ("at the market", "en el mercado", "al mercato", "no mercado"),
-        ("near the river", "cerca del río", "vicino al fiume", "perto do rio"),
-        ("in the garden", "en el jardín", "nel giardino", "no jardim"),
-        ("behind the church", "detrás de la iglesia", "dietro la chiesa", "atrás da igreja"),
-        ("at the station", "en la estación", "alla stazione", "na estação"),
-        ("on the beach", "en la playa", "sulla spiaggia", "na praia"),
-        ("in the village", "en el pueblo", "nel villaggio", "na aldeia"),
-        ("beside the school", "junto a la escuela", "accanto alla scuola", "ao lado da escola"),
-    ),
-}
 
 GRAMMARS: tuple[tuple[str, ...], ...] = (
     ("time", "subject", "verb", "number", "object", "place"),
@@ -110,6 +43,13 @@ VARIANTS = (0, 1, 2, 4)
 _SEED = 20
 
 
+@cache
+def _phrases() -> dict[str, list[list[str]]]:
+    """Return slot -> phrases: English, then one for each language."""
+    slots: dict[str, list[list[str]]] = read_object(Path(__file__).with_name("phrases.json"))
+    return slots
+
+
 @dataclass(frozen=True)
 class Sentence:
     language: str
@@ -118,7 +58,7 @@ class Sentence:
 
     def words(self, language: str) -> list[str]:
         column = 0 if language == "English" else 1 + LANGUAGES.index(language)
-        return [PHRASES[slot][place][column] for slot, place in zip(self.slots, self.choice, strict=True)]
+        return [_phrases()[slot][place][column] for slot, place in zip(self.slots, self.choice, strict=True)]
 
 
 def make_translations(split: str) -> list[dict[str, Any]]:
@@ -164,7 +104,7 @@ def _sentences(split: str) -> list[tuple[int, Sentence]]:
     total, seen, found = sum(NUM_SENTENCES.values()), set[Any](), list[Sentence]()
     while len(found) < total:
         slots = draw.choice(GRAMMARS)
-        choice = tuple(draw.randrange(len(PHRASES[slot])) for slot in slots)
+        choice = tuple(draw.randrange(len(_phrases()[slot])) for slot in slots)
         if (slots, choice) not in seen:
             seen.add((slots, choice))
             found.append(Sentence(draw.choice(LANGUAGES), slots, choice))
@@ -195,7 +135,7 @@ def _translate(sentence: Sentence, num_errors: int, draw: random.Random) -> tupl
         elif kind == "misspelling":
             parts[place] = _misspelled(right, draw)
         else:
-            phrases = PHRASES[sentence.slots[place]]
+            phrases = _phrases()[sentence.slots[place]]
             others = [phrase for number, phrase in enumerate(phrases) if number != sentence.choice[place]]
             parts[place] = draw.choice(others)[1 + LANGUAGES.index(sentence.language)]
         errors.append((kind, right))

@@ -5,55 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from crosstune.estimate.machine import BackendReport, Device, Machine
 from crosstune.estimate.memory import GIB
+from crosstune.files.yaml_files import read_yaml
 
-# Name -> the device's name, its memory in GiB, the memory of the machine in GiB, and the generation.
-_GPUS = {
-    "gtx-1080-ti": ("NVIDIA GeForce GTX 1080 Ti", 10.9, 32, "pascal"),
-    "v100-16gb": ("Tesla V100-SXM2-16GB", 15.8, 128, "volta"),
-    "v100-32gb": ("Tesla V100-SXM2-32GB", 31.7, 256, "volta"),
-    "t4": ("Tesla T4", 14.6, 32, "turing"),
-    "rtx-2060": ("NVIDIA GeForce RTX 2060", 5.8, 32, "turing"),
-    "rtx-2070": ("NVIDIA GeForce RTX 2070", 7.8, 32, "turing"),
-    "rtx-2080": ("NVIDIA GeForce RTX 2080", 7.8, 32, "turing"),
-    "rtx-2080-ti": ("NVIDIA GeForce RTX 2080 Ti", 10.8, 32, "turing"),
-    "rtx-3060": ("NVIDIA GeForce RTX 3060", 11.8, 32, "ampere"),
-    "rtx-3060-ti": ("NVIDIA GeForce RTX 3060 Ti", 7.8, 32, "ampere"),
-    "rtx-3070": ("NVIDIA GeForce RTX 3070", 7.8, 32, "ampere"),
-    "rtx-3080": ("NVIDIA GeForce RTX 3080", 9.8, 32, "ampere"),
-    "rtx-3080-ti": ("NVIDIA GeForce RTX 3080 Ti", 11.8, 32, "ampere"),
-    "rtx-3090": ("NVIDIA GeForce RTX 3090", 23.7, 64, "ampere"),
-    "rtx-3090-ti": ("NVIDIA GeForce RTX 3090 Ti", 23.7, 64, "ampere"),
-    "a10": ("NVIDIA A10", 22.1, 64, "ampere"),
-    "rtx-a6000": ("NVIDIA RTX A6000", 47.5, 128, "ampere"),
-    "a100-40gb": ("NVIDIA A100-SXM4-40GB", 39.5, 128, "ampere"),
-    "rtx-4060": ("NVIDIA GeForce RTX 4060", 7.8, 32, "ada"),
-    "rtx-4060-ti": ("NVIDIA GeForce RTX 4060 Ti", 15.6, 32, "ada"),
-    "rtx-4070": ("NVIDIA GeForce RTX 4070", 11.7, 32, "ada"),
-    "rtx-4070-ti": ("NVIDIA GeForce RTX 4070 Ti", 11.7, 32, "ada"),
-    "rtx-4080": ("NVIDIA GeForce RTX 4080", 15.7, 64, "ada"),
-    "rtx-6000-ada": ("NVIDIA RTX 6000 Ada Generation", 47.5, 128, "ada"),
-    "l4": ("NVIDIA L4", 22.0, 64, "ada"),
-    "l40s": ("NVIDIA L40S", 44.4, 128, "ada"),
-    "h100": ("NVIDIA H100 80GB HBM3", 79.1, 256, "hopper"),
-    "gh200": ("NVIDIA GH200 480GB", 94.5, 480, "hopper"),
-    "rtx-5060": ("NVIDIA GeForce RTX 5060", 7.8, 32, "blackwell"),
-    "rtx-5060-ti": ("NVIDIA GeForce RTX 5060 Ti", 15.5, 32, "blackwell"),
-    "rtx-5070": ("NVIDIA GeForce RTX 5070", 11.5, 32, "blackwell"),
-    "rtx-5070-ti": ("NVIDIA GeForce RTX 5070 Ti", 15.5, 64, "blackwell"),
-    "rtx-5080": ("NVIDIA GeForce RTX 5080", 15.5, 64, "blackwell"),
-    "rtx-5090": ("NVIDIA GeForce RTX 5090", 31.4, 64, "blackwell"),
-    "b200": ("NVIDIA B200", 178.4, 512, "blackwell"),
-    "mi210": ("AMD Instinct MI210", 64.0, 256, "amd"),
-    "mi250": ("AMD Instinct MI250", 64.0, 256, "amd"),
-    "mi300x": ("AMD Instinct MI300X", 191.5, 512, "amd"),
-    "rx-7900-xtx": ("AMD Radeon RX 7900 XTX", 24.0, 64, "amd"),
-    "arc-a770": ("Intel(R) Arc(TM) A770 Graphics", 15.1, 32, "arc"),
-    "arc-b580": ("Intel(R) Arc(TM) B580 Graphics", 11.3, 32, "arc"),
-}
 _OLD = {"dtypes": ("fp32", "fp16"), "bf16_speedup": 0.3, "attention": ("efficient", "math")}
 """Before Ampere: neither bf16 nor torch's flash attention."""
 _FOUR_BITS = {"bnb": (4,), "hqq": (1, 2, 3, 4, 8), "quanto": (2, 4, 8)}
@@ -72,35 +31,21 @@ _NOTES = {
     "v100-32gb": "the newest torch builds for this GPU are those for CUDA 12.6",
     "mi250": "a card has two devices of 64 GiB: mi250-x2",
 }
-# Chip -> the memory sizes it is sold with, in GB.
-_APPLE = {
-    "m1": (8, 16),
-    "m1-pro": (16, 32),
-    "m1-max": (32, 64),
-    "m1-ultra": (64, 128),
-    "m2": (8, 16, 24),
-    "m2-pro": (16, 32),
-    "m2-max": (32, 64, 96),
-    "m2-ultra": (64, 128, 192),
-    "m3": (8, 16, 24),
-    "m3-pro": (18, 36),
-    "m3-max": (36, 48, 64, 96, 128),
-    "m3-ultra": (96, 256, 512),
-    "m4": (16, 24, 32),
-    "m4-pro": (24, 48, 64),
-    "m4-max": (36, 48, 64, 128),
-    "m5": (16, 24, 32),
-    "m5-pro": (24, 48, 64),
-    "m5-max": (36, 48, 64, 128),
-}
 _SEVERAL = re.compile(r"(?P<name>.+)-x(?P<count>[1-9][0-9]{0,3})")
 _SIZED = re.compile(r"(?P<name>.+):(?P<size>[1-9][0-9]{0,3})gb")
 
 
+@cache
+def _catalog() -> dict[str, dict[str, list[Any]]]:
+    """Return the tables of catalog.yaml."""
+    tables: dict[str, dict[str, list[Any]]] = read_yaml(Path(__file__).with_suffix(".yaml"))
+    return tables
+
+
 def catalog_names() -> list[str]:
     """Return the names of the machines with one GPU or an Apple chip."""
-    apple = [f"apple-{chip}-{size}gb" for chip, sizes in _APPLE.items() for size in sizes]
-    return [*_GPUS, *apple]
+    apple = [f"apple-{chip}-{size}gb" for chip, sizes in _catalog()["apple"].items() for size in sizes]
+    return [*_catalog()["gpus"], *apple]
 
 
 def split_count(name: str) -> tuple[str, int]:
@@ -154,7 +99,7 @@ def _sized(device: Device, num_bytes: int, *, name: str | None = None, free_shar
 
 def make_gpu(name: str, like: Machine) -> Machine:
     """Return `like`, a machine with an NVIDIA GPU, with the table's GPU and host memory."""
-    title, device_gib, host_gib, generation = _GPUS[name]
+    title, device_gib, host_gib, generation = _catalog()["gpus"][name]
     report = replace(like.backends["cuda"], **_GENERATIONS.get(generation, {}))
     notes = (*report.notes, _NOTES[name]) if name in _NOTES else report.notes
     device = _sized(report.devices[0], int(device_gib * GIB), name=title, free_share=0.97)

