@@ -193,9 +193,8 @@ SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
     [
         ({"normalizer": {"type": "Sequence", "normalizers": [GROW] * 3}}, "tokenizer.json cannot be used"),
         ({"pre_tokenizer": SPLIT | {"pattern": {"Regex": r"(a*)*\d"}}}, "tokenizer.json cannot be used"),
-        ({"pre_tokenizer": 5}, "an object or null at pre_tokenizer"),
-        ({"added_tokens": [{"content": "x", "id": -1}]}, "at added_tokens"),
-        ({"model": {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}}, "a number that is not an integer"),
+        ({"pre_tokenizer": 5}, "tokenizer.json cannot be read"),
+        ({"added_tokens": [{"content": "x", "id": -1}]}, "tokenizer.json cannot be read"),
     ],
 )
 def test_a_tokenizer_that_would_hang_or_grow_is_refused(

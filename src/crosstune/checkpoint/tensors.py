@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import numpy as np
 
 from crosstune.core.protocols import Array, SessionState
 from crosstune.files.plain_files import open_plain
-from crosstune.files.safetensors_header import BadSafetensors, Header, read_header_of
+from crosstune.files.safetensors_header import BadSafetensors, Header, make_header, read_header_of
 
 CHUNK_BYTES = 4 * 2**20
 DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -132,16 +131,5 @@ def _ordered(arrays: Mapping[str, Array]) -> list[tuple[str, Array]]:
 
 
 def _header(arrays: Mapping[str, Array]) -> bytes:
-    entries: dict[str, Any] = {}
-    offset = 0
-    for name, array in _ordered(arrays):
-        end = offset + array.nbytes
-        entries[name] = {
-            "dtype": dtype_name(array),
-            "shape": list(array.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    ordered = _ordered(arrays)
+    return make_header((name, dtype_name(array), array.shape, array.nbytes) for name, array in ordered)

@@ -1,8 +1,10 @@
-"""Read the header of a safetensors file, after the safetensors library has validated it."""
+"""Make the header of a safetensors file, and read one after the safetensors library has validated it."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypedDict
 
@@ -40,6 +42,19 @@ class Header(NamedTuple):
     @property
     def data_start(self) -> int:
         return len(self.raw)
+
+
+def make_header(arrays: Iterable[tuple[str, str, Sequence[int], int]], **metadata: str) -> bytes:
+    """Return the bytes before the data, from the name, dtype, shape and size in bytes of each array in order."""
+    entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
+    for name, dtype, shape, num_bytes in arrays:
+        end = offset + num_bytes
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _PREFIX_BYTES)
+    return len(text).to_bytes(_PREFIX_BYTES, "little") + text
 
 
 def read_header(path: Path) -> Header:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +13,11 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.files.json_files import write_json
-from crosstune.files.safetensors_header import read_header
+from crosstune.files.safetensors_header import make_header, read_header
 from crosstune.models.staged import Progress, silent
 
 _NUMPY = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 _PACKED = {"U32": "<u4", "U8": "u1", "I32": "<i4", "I8": "i1"}
-_ALIGNMENT = 8
 SHARD_BYTES = 4 * 2**30
 
 
@@ -40,27 +37,15 @@ class Tensor:
 
 def write_safetensors(path: Path, tensors: Sequence[Tensor], *, progress: Progress = silent) -> None:
     """Write the tensors in the given order. The header is made from their shapes, so data can be streamed."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        end = offset + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    done = 0
+    entries = ((tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in tensors)
+    done, total = 0, sum(tensor.num_bytes for tensor in tensors)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)))
-        file.write(text)
+        file.write(make_header(entries, format="pt"))
         for tensor in tensors:
             expected = done + tensor.num_bytes
             for rows in tensor.rows:
                 done += file.write(np.ascontiguousarray(rows).data)
-                progress("convert", done, offset)
+                progress("convert", done, total)
             assert done == expected, f"{tensor.name} came with {done - expected:+} bytes"
 
 

@@ -6,7 +6,7 @@ same as separate rows of prompt and answer. Each branch begins with the prompt's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -90,6 +90,19 @@ def fork_rows(rows: Sequence[Sequence[Fork]], *, pad_id: int) -> ForkedBatch:
     )
 
 
+Places = NDArray[np.int64]
+
+
+def _forks(batch: ForkedBatch) -> Iterator[tuple[int, Places, list[Places]]]:
+    """Yield each fork: its row, the places of its prompt, and the places of each branch."""
+    for row, segments in enumerate(batch.segments):
+        for segment in np.unique(segments[segments > 0]):
+            places = np.flatnonzero(segments == segment)
+            numbers = batch.branches[row, places]
+            branches = [places[numbers == branch] for branch in np.unique(numbers[numbers > 0])]
+            yield row, places[numbers == 0], branches
+
+
 def key_layout(batch: ForkedBatch) -> tuple[IntArray, IntArray, NDArray[np.int64]]:
     """Return the layout of queries and keys for attention by sequence, over the real tokens of a one-row batch.
 
@@ -97,16 +110,11 @@ def key_layout(batch: ForkedBatch) -> tuple[IntArray, IntArray, NDArray[np.int64
     whose keys are a copy of the prompt's keys and its own keys. Returns the bounds of the queries, the bounds of the keys,
     and the token of each key.
     """
-    [segments], [branches] = batch.segments, batch.branches
     query_ends, key_ends, keys = [0], [0], list[NDArray[np.int64]]()
-    for segment in np.unique(segments[segments > 0]):
-        places = np.flatnonzero(segments == segment)
-        prompt = places[branches[places] == 0]
-        for branch in np.unique(branches[places][branches[places] > 0]):
-            own = places[branches[places] == branch]
+    for _, prompt, branches in _forks(batch):
+        for number, own in enumerate(branches):
             keys.append(np.concatenate([prompt, own]))
-            is_first = branch == 1
-            query_ends.append(query_ends[-1] + len(own) + (len(prompt) if is_first else 0))
+            query_ends.append(query_ends[-1] + len(own) + (0 if number else len(prompt)))
             key_ends.append(key_ends[-1] + len(keys[-1]))
     return np.array(query_ends, np.int32), np.array(key_ends, np.int32), np.concatenate(keys)
 
@@ -114,21 +122,17 @@ def key_layout(batch: ForkedBatch) -> tuple[IntArray, IntArray, NDArray[np.int64
 def separate_rows(batch: ForkedBatch, *, pad_id: int = 0) -> TokenBatch:
     """Return prompt and answer for each branch, for a model that cannot share prompts: as separate rows, or for rows of
     several forks as packed documents of the same row."""
-    rows: list[list[Example]] = []
-    for segments, branches, ids, targets in zip(
-        batch.segments, batch.branches, batch.input_ids, batch.targets, strict=True
-    ):
-        rows.append([])
-        for segment in np.unique(segments[segments > 0]):
-            prompt = np.flatnonzero((segments == segment) & (branches == 0))
-            for branch in np.unique(branches[(segments == segment) & (branches > 0)]):
-                own = np.flatnonzero((segments == segment) & (branches == branch))
-                supervised = np.concatenate(
-                    [np.zeros(len(prompt) + 1, np.bool_), targets[own[:-1]] != IGNORED]
+    rows: list[list[Example]] = [[] for _ in batch.segments]
+    for row, prompt, branches in _forks(batch):
+        for own in branches:
+            answer = batch.targets[row, own[:-1]] != IGNORED
+            rows[row].append(
+                Example(
+                    tokens=batch.input_ids[row, np.concatenate([prompt, own])],
+                    supervised=np.concatenate([np.zeros(len(prompt) + 1, np.bool_), answer]),
+                    index=0,
                 )
-                rows[-1].append(
-                    Example(tokens=ids[np.concatenate([prompt, own])], supervised=supervised, index=0)
-                )
+            )
     if batch.is_packed:
         return pack_rows(rows, pad_id=pad_id)
     return pad_rows([example for row in rows for example in row], pad_id=pad_id)
@@ -150,27 +154,22 @@ class SplitForks:
 
 def split_forks(batch: ForkedBatch, *, pad_id: int = 0) -> SplitForks:
     prompts, branches, targets, fork_of = list[IntArray](), list[IntArray](), list[IntArray](), list[int]()
-    for row in range(len(batch.segments)):
-        segments, numbers = batch.segments[row], batch.branches[row]
-        for segment in np.unique(segments[segments > 0]):
-            inside = segments == segment
-            prompts.append(batch.input_ids[row, inside & (numbers == 0)])
-            for branch in np.unique(numbers[inside & (numbers > 0)]):
-                own = inside & (numbers == branch)
-                branches.append(batch.input_ids[row, own])
-                targets.append(batch.targets[row, own])
-                fork_of.append(len(prompts) - 1)
+    for row, prompt, answers in _forks(batch):
+        prompts.append(batch.input_ids[row, prompt])
+        branches += [batch.input_ids[row, own] for own in answers]
+        targets += [batch.targets[row, own] for own in answers]
+        fork_of += [len(prompts) - 1] * len(answers)
     width, longest = max(map(len, prompts)), max(map(len, branches))
     left = np.full((len(prompts), width), pad_id, dtype=np.int32)
     right = np.full((len(branches), longest), pad_id, dtype=np.int32)
     wanted = np.full(right.shape, IGNORED, dtype=np.int32)
-    for number, prompt in enumerate(prompts):
-        left[number, width - len(prompt) :] = prompt
+    for number, tokens in enumerate(prompts):
+        left[number, width - len(tokens) :] = tokens
     for number, (tokens, target) in enumerate(zip(branches, targets, strict=True)):
         right[number, : len(tokens)], wanted[number, : len(tokens)] = tokens, target
     return SplitForks(
         prompts=left,
-        prompt_lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int32),
+        prompt_lengths=np.array(list(map(len, prompts)), dtype=np.int32),
         branches=right,
         targets=wanted,
         fork_of=np.array(fork_of, dtype=np.int32),

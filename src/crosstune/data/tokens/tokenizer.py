@@ -17,11 +17,9 @@ from crosstune.data.tokens.trials import try_template, try_tokenizer
 from crosstune.estimate.vision_families import FAMILIES, Vision, read_vision
 from crosstune.files.json_fields import (
     NOTHING,
-    OBJECT,
     TEXT,
     check_fields,
     list_of,
-    map_of,
     object_with,
     whole,
 )
@@ -42,12 +40,6 @@ _FIELDS = {
     "chat_template": TEXT | NOTHING | list_of(object_with({"name": TEXT, "template": TEXT})),
 }
 _STAGES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-_ID = whole(0, 2**31 - 1)
-_STRUCTURE = {
-    "model": OBJECT,
-    "added_tokens": list_of(object_with({"content": TEXT, "id": _ID})),
-    **dict.fromkeys(_STAGES, OBJECT | NOTHING),
-}
 _TRIMS, _KEEPS = (b'"trim_offsets":' + value for value in (b"true", b"false"))
 _NAMES = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -249,7 +241,7 @@ def _written(vision: Vision | None) -> tuple[str, str]:
 
 
 def _read_tokenizer(folder: Path) -> bytes:
-    """Return tokenizer.json after checking its structure and, if it may be slow, trying it."""
+    """Return tokenizer.json, after a trial if it may be slow; the library checks its structure."""
     path = folder / "tokenizer.json"
     try:
         raw = read_plain(path, limit=TOKENIZER_LIMIT)
@@ -260,10 +252,6 @@ def _read_tokenizer(folder: Path) -> bytes:
             do="create it with: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
         ) from error
     tokenizer = object_of(raw, path, foreign=True)
-    check_fields(tokenizer, _STRUCTURE, source=path, required=("model",))
-    vocabulary = tokenizer["model"].get("vocab")
-    if isinstance(vocabulary, dict) and not map_of(_ID).fits(vocabulary):
-        raise UnreadableFile(path, f"a token has a number that is not {_ID.needs}")
     if any(_may_be_slow(tokenizer.get(stage)) for stage in _STAGES):
         try_tokenizer(raw, path=path, cache=cache_override())
     return raw
