@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.load import cache_override, make_config
+from crosstune.config.load import make_config
 from crosstune.core.events import CheckpointSaved, Event, StepMetrics
 from crosstune.files.json_files import read_jsonl
 from crosstune.files.run_record import RunRecord
@@ -98,7 +98,7 @@ def main() -> None:
     own = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         name = own.model_name
-        if name == "tiny" or (name == BUNDLED and shape(name, cache=cache_override()) is None):
+        if name == "tiny" or (name == BUNDLED and shape(name) is None):
             name = str(tiny_model(Path(home) / "tiny"))
         options = {"model_name": name, "backend": own.backend, "train_type": own.train_type}
         options |= {

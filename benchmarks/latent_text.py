@@ -77,18 +77,17 @@ def pack(out: Path, *, file: Path | None) -> None:
     """Write the texts and the encoder that `run` needs, without anything to download there."""
     from safetensors.numpy import load_file, save_file
 
-    from crosstune.config.load import cache_override
     from crosstune.recipes.latent_diffusion.corpora import fetch_wordnet, read_wordnet
     from crosstune.recipes.latent_diffusion.encoders import MINILM, find_encoder
 
     encoder = out / "encoder"
     out.mkdir(parents=True, exist_ok=True)
-    source = find_encoder(MINILM, cache=cache_override())
+    source = find_encoder(MINILM)
     shutil.copytree(source, encoder, dirs_exist_ok=True)
     weights = load_file(source / "model.safetensors")
     halves = {name: a.astype(np.float16) if a.dtype == np.float32 else a for name, a in weights.items()}
     save_file(halves, encoder / "model.safetensors", metadata={"format": "pt"})
-    texts = read_wordnet(fetch_wordnet(cache=cache_override(), file=file))
+    texts = read_wordnet(fetch_wordnet(file=file))
     (out / "texts.txt").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
     total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     print(f"{len(texts):,} texts and the encoder: {total / 2**20:.1f} MiB in {out}")

@@ -123,6 +123,7 @@ def test_gguf_comes_back_through_both_readers(
     bound: float,
 ) -> None:
     adapter, expected = trained
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
     report = export(
         capsys, str(adapter), "--to", "gguf", "--gguf_type", kind, "--out", str(tmp_path / "gguf")
@@ -132,7 +133,7 @@ def test_gguf_comes_back_through_both_readers(
     file = tmp_path / "gguf" / report["file"]
     theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     torch.testing.assert_close(logits(theirs, window), expected, rtol=0, atol=bound)
-    folder = locate(str(file), cache=tmp_path).path
+    folder = locate(str(file)).path
     ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.testing.assert_close(logits(ours, window), expected, rtol=0, atol=bound)
     before, after = Tokenizer.from_folder(tiny_model), Tokenizer.from_folder(folder)

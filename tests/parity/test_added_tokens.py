@@ -82,7 +82,7 @@ def test_added_tokens_are_those_of_transformers_and_peft(
 
 def test_only_the_rows_of_new_tokens_change(models: dict[bool, Path], tmp_path: Path) -> None:
     for folder in (models[False], models[True]):
-        found = add_tokens(locate(str(folder)), "<a>,<b>", cache=tmp_path)
+        found = add_tokens(locate(str(folder)), "<a>,<b>")
         old, new = (load_file(path / "model.safetensors") for path in (folder, found.path))
         for name, tensor in old.items():
             assert torch.equal(new[name][: len(tensor)], tensor)
@@ -92,11 +92,11 @@ def test_only_the_rows_of_new_tokens_change(models: dict[bool, Path], tmp_path: 
         tokenizer = Tokenizer.from_folder(found.path)
         assert tokenizer.decode(tokenizer.encode("x<a>y<b>").ids) == "x<a>y<b>"
         assert tokenizer.encode("<a><b>").ids == [tokenizer.rust.get_vocab_size() - n for n in (2, 1)]
-        assert add_tokens(locate(str(folder)), "<a>,<b>", cache=tmp_path) == found
-    again = add_tokens(locate(str(found.path)), "<b>,<c>", cache=tmp_path)
+        assert add_tokens(locate(str(folder)), "<a>,<b>") == found
+    again = add_tokens(locate(str(found.path)), "<b>,<c>")
     assert again.kept_tokens == ("<b>",)
     assert Tokenizer.from_folder(again.path).encode("<c>").ids == [tokenizer.encode("<b>").ids[0] + 1]
-    assert add_tokens(locate(str(found.path)), "<b>", cache=tmp_path).path == found.path, "nothing is new"
+    assert add_tokens(locate(str(found.path)), "<b>").path == found.path, "nothing is new"
 
 
 def test_spare_rows_are_used_first(models: dict[bool, Path], tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_spare_rows_are_used_first(models: dict[bool, Path], tmp_path: Path) -> 
     model.resize_token_embeddings(len(tokenizer) + 8)
     model.save_pretrained(tmp_path / "spare")
     tokenizer.save_pretrained(tmp_path / "spare")
-    found, size = add_tokens(locate(str(tmp_path / "spare")), "<a>,<b>", cache=tmp_path), len(tokenizer)
+    found, size = add_tokens(locate(str(tmp_path / "spare")), "<a>,<b>"), len(tokenizer)
     new = AutoModelForCausalLM.from_pretrained(found.path).get_input_embeddings().weight
     old = model.get_input_embeddings().weight
     assert new.shape == old.shape
@@ -118,7 +118,7 @@ def test_shards_without_embeddings_are_links(models: dict[bool, Path], tmp_path:
     model = AutoModelForCausalLM.from_pretrained(models[False], dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
     AutoTokenizer.from_pretrained(models[False]).save_pretrained(tmp_path / "sharded")
-    found = add_tokens(locate(str(tmp_path / "sharded")), "<a>", cache=tmp_path)
+    found = add_tokens(locate(str(tmp_path / "sharded")), "<a>")
     files = list(found.path.glob("*.safetensors"))
     assert 0 < sum(not file.is_symlink() for file in files) <= 2 < len(files)
     longer = AutoModelForCausalLM.from_pretrained(found.path, dtype="auto")

@@ -13,7 +13,6 @@ from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.data.read.sources import open_source
 from crosstune.data.tokens.corpus import Corpus, open_corpus
-from crosstune.data.tokens.encode import cache_folder
 from crosstune.data.tokens.store import FileArray
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.sft import SftRecipe
@@ -47,9 +46,10 @@ def opened(data: Path, tokenizer: Tokenizer, cache: Path, **options: Any) -> Cor
         "whole": False,
         "context_length": 512,
         "truncation": "cut",
-        "cache": cache,
     }
-    return open_corpus(open_source(str(data)), tokenizer, **(settings | options))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CROSSTUNE_CACHE", str(cache))
+        return open_corpus(open_source(str(data)), tokenizer, **(settings | options))
 
 
 def test_in_memory_and_on_disk_are_the_same(data: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -81,20 +81,20 @@ def test_tokens_on_disk_are_made_once(data: Path, tokenizer: Tokenizer, tmp_path
     assert not seen, "another context needs no other tokens"
     opened_again(whole=True)
     assert seen
-    [damaged] = [
-        f for f in cache_folder(tmp_path).glob("*/store.json") if json.loads(f.read_text())["facts"]
-    ][:1]
+    [damaged] = [f for f in (tmp_path / "data").glob("*/store.json") if json.loads(f.read_text())["facts"]][
+        :1
+    ]
     (damaged.parent / "tokens.bin").write_bytes(b"torn")
     for whole in (False, True):
         opened_again(whole=whole)
-    assert not list(cache_folder(tmp_path).glob(f".*.{'[0-9a-f]' * 32}"))
+    assert not list((tmp_path / "data").glob(f".*.{'[0-9a-f]' * 32}"))
 
 
 def test_a_staging_folder_left_by_a_kill_is_replaced(
     data: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     key_folder = next(iter(_made(data, tokenizer, tmp_path / "one").iterdir()))
-    stale = cache_folder(tmp_path / "two") / f".{key_folder.name}.{'0' * 32}"
+    stale = tmp_path / "two" / "data" / f".{key_folder.name}.{'0' * 32}"
     stale.mkdir(parents=True)
     (stale / "tokens.bin").write_bytes(b"half")
     made = _made(data, tokenizer, tmp_path / "two")
@@ -104,7 +104,7 @@ def test_a_staging_folder_left_by_a_kill_is_replaced(
 
 def _made(data: Path, tokenizer: Tokenizer, cache: Path) -> Path:
     opened(data, tokenizer, cache, in_memory_bytes=0)
-    folder = cache_folder(cache)
+    folder = cache / "data"
     for lock in folder.glob(".*.lock"):
         lock.unlink()
     return folder

@@ -21,7 +21,9 @@ ROWS: list[dict[str, Any]] = [{"prompt": f"ä {n}", "completion": [n, None, 0.5]
 
 
 def write(data: object, cache: Path) -> Path:
-    return write_in_memory(data, option="dataset", cache=cache)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CROSSTUNE_CACHE", str(cache))
+        return write_in_memory(data, option="dataset")
 
 
 def test_the_rows_are_those_of_a_file(tmp_path: Path, write_jsonl: Any) -> None:

@@ -32,14 +32,17 @@ def build(folder, scratch):
         time.sleep(0.01)
     (folder / "second.bin").write_bytes(b"2" * 1000)
 
-print(cache.install("slow", build, need_bytes=2000, source={"kind": "test"}, cache=Path(sys.argv[1])))
+print(cache.install("slow", build, need_bytes=2000, source={"kind": "test"}))
 """
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path))
+
+
 def install(name: str, build: Callable[[Path, Path], None], cache_folder: Path, **options: Any) -> Path:
-    return cache.install(
-        name, build, **{"need_bytes": 1, "source": {"kind": "test"}, "cache": cache_folder} | options
-    )
+    return cache.install(name, build, **{"need_bytes": 1, "source": {"kind": "test"}} | options)
 
 
 def build_small(folder: Path, scratch: Path) -> None:
@@ -88,7 +91,7 @@ def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         install("m", fail, tmp_path)
     assert staged(tmp_path) == []
-    assert cache.list_models(cache=tmp_path) == []
+    assert cache.list_models() == []
 
 
 def test_two_processes_make_a_model_once(tmp_path: Path) -> None:
@@ -114,7 +117,7 @@ def test_leftovers_of_killed_processes_are_removed_and_live_ones_kept(tmp_path: 
     assert [staged_name(path) for path in staged(tmp_path)] == ["slow"]
     other.kill()
     other.communicate(timeout=300)
-    assert [model.name for model in cache.list_models(cache=tmp_path)] == ["first"]
+    assert [model.name for model in cache.list_models()] == ["first"]
     install("second", build_small, tmp_path)
     assert staged(tmp_path) == []
     install("slow", build_small, tmp_path)
@@ -143,21 +146,21 @@ def test_a_damaged_model_is_made_again(tmp_path: Path, damage: str, caplog: pyte
         marker.write_text(marker.read_text().replace('"layout": 1', '"layout": 0'))
     if damage != "changed":
         assert cache.check(folder)
-        assert cache.list_models(cache=tmp_path)[0].problems
+        assert cache.list_models()[0].problems
     assert install("m", build, tmp_path) == folder
     assert cache.check(folder, source={"kind": "test"}) == []
     assert "is made again" in caplog.text
 
 
 def test_list_and_remove(tmp_path: Path) -> None:
-    assert cache.list_models(cache=tmp_path) == []
+    assert cache.list_models() == []
     folder = install("m", build_small, tmp_path)
-    (model,) = cache.list_models(cache=tmp_path)
+    (model,) = cache.list_models()
     assert (model.name, model.path, model.source, model.problems) == ("m", folder, {"kind": "test"}, [])
-    assert cache.remove_model("m", cache=tmp_path) == model.size_bytes > 5000
+    assert cache.remove_model("m") == model.size_bytes > 5000
     assert not folder.exists()
     with pytest.raises(UserError, match="Unknown cached model 'm'"):
-        cache.remove_model("m", cache=tmp_path)
+        cache.remove_model("m")
 
 
 def test_the_disk_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +191,7 @@ from crosstune.core.errors import UserError
 from crosstune.models.locate import locate
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    locate("tiny-random", cache=Path(sys.argv[1]))
+    locate("tiny-random")
 except UserError as error:
     print(error)
 """
@@ -200,4 +203,4 @@ def test_a_disk_that_fills_up_during_the_build(tmp_path: Path) -> None:
     assert "not enough disk space for the model" in output
     assert "File too large" in output and "ulimit -f" in output and "free some space" not in output
     assert staged(tmp_path) == []
-    assert cache.list_models(cache=tmp_path) == []
+    assert cache.list_models() == []

@@ -110,6 +110,11 @@ def write_gguf(
     return path
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path))
+
+
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("gguf") / "tiny")
@@ -117,13 +122,13 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refused(path: Path, cache: Path) -> str:
     with pytest.raises(UserError) as caught:
-        locate(str(path), cache=cache)
+        locate(str(path))
     assert not [entry for entry in (cache / "models").glob("*") if not entry.name.startswith(".")]
     return str(caught.value)
 
 
 def test_float32_weights_are_kept(tmp_path: Path, original: Path) -> None:
-    found = locate(str(write_gguf(tmp_path / "model.gguf", original)), cache=tmp_path).path
+    found = locate(str(write_gguf(tmp_path / "model.gguf", original))).path
     weights, expected = read_weights(found), read_weights(original)
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():
@@ -137,7 +142,7 @@ def test_a_model_comes_back(tmp_path: Path, tied: bool) -> None:
     folder = tiny_model(tmp_path / "tiny", tied=tied)
     path = write_gguf(tmp_path / "my model.gguf", folder, quantization="BF16")
     seen: list[tuple[str, int, int | None]] = []
-    found = locate(str(path), cache=tmp_path, progress=lambda *step: seen.append(step))
+    found = locate(str(path), progress=lambda *step: seen.append(step))
     assert found.source == "gguf"
     assert found.path.name.startswith("my-model-")
     assert ("convert", 2 * 139_584 - tied * 2 * 512 * 64, 2 * 139_584 - tied * 2 * 512 * 64) in seen
@@ -154,7 +159,7 @@ def test_a_model_comes_back(tmp_path: Path, tied: bool) -> None:
 
 def test_quantized_weights_are_decoded(tmp_path: Path, original: Path) -> None:
     path = write_gguf(tmp_path / "q8.gguf", original, quantization="Q8_0")
-    weights = read_weights(locate(str(path), cache=tmp_path).path)
+    weights = read_weights(locate(str(path)).path)
     for name, weight in read_weights(original).items():
         decoded = (weights[name].astype(np.uint32) << 16).view(np.float32)
         assert np.abs(decoded - weight).max() < 0.01 * np.abs(weight).max(), name
@@ -162,12 +167,12 @@ def test_quantized_weights_are_decoded(tmp_path: Path, original: Path) -> None:
 
 def test_the_same_file_is_converted_once_and_a_changed_one_again(tmp_path: Path, original: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", original)
-    first = locate(str(path), cache=tmp_path).path
+    first = locate(str(path)).path
     stamp = (first / "crosstune.json").stat().st_mtime_ns
-    assert locate(str(path), cache=tmp_path).path == first
+    assert locate(str(path)).path == first
     assert (first / "crosstune.json").stat().st_mtime_ns == stamp
     write_gguf(path, original, quantization="Q8_0")
-    assert locate(str(path), cache=tmp_path).path != first
+    assert locate(str(path)).path != first
 
 
 def test_the_tokenizer_comes_back(tmp_path: Path, original: Path) -> None:
@@ -175,13 +180,13 @@ def test_the_tokenizer_comes_back(tmp_path: Path, original: Path) -> None:
 
     text = "<|im_start|>user\nWhat is the capital of France in 2024?<|im_end|>\n  ünïcödé 日本 🙂"
     expected = Tokenizer.from_file(str(original / "tokenizer.json"))
-    plain = locate(str(write_gguf(tmp_path / "plain.gguf", original)), cache=tmp_path).path
+    plain = locate(str(write_gguf(tmp_path / "plain.gguf", original))).path
     found = Tokenizer.from_file(str(plain / "tokenizer.json"))
     assert found.encode(text).ids == expected.encode(text).ids
     assert found.decode(found.encode(text).ids, skip_special_tokens=False) == text
 
     changes = {"tokenizer__ggml__bos_token_id": 1, "tokenizer__ggml__add_bos_token": True}
-    with_bos = locate(str(write_gguf(tmp_path / "bos.gguf", original, **changes)), cache=tmp_path).path
+    with_bos = locate(str(write_gguf(tmp_path / "bos.gguf", original, **changes))).path
     found = Tokenizer.from_file(str(with_bos / "tokenizer.json"))
     assert found.encode("hello").ids == [1, *expected.encode("hello").ids]
 

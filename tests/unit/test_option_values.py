@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from crosstune.cli import commands
-from crosstune.config.load import cache_override, load_config, make_config
+from crosstune.config.load import cache_base, load_config, make_config
 from crosstune.config.schema import option_list
 from crosstune.core.errors import ConfigError, UserError, shown
 from crosstune.core.sampling import Sampling
 from crosstune.distributed.environment import ranks_in
-from crosstune.files.paths import cache_base
 
 
 def refusal(*flags: str, file: Path | None = None, **environment: str) -> str:
@@ -188,12 +187,14 @@ def test_a_bad_variable_is_named(tmp_path: Path, environment: dict[str, str]) ->
     assert "FSDP_BACKEND" in refusal(FSDP_BACKEND="9" * 5000)
 
 
-def test_the_cache_variable_is_named() -> None:
+def test_the_cache_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("~nobody-here/x", "y" * 300, "\udcff"):
+        monkeypatch.setenv("CROSSTUNE_CACHE", value)
         with pytest.raises(UserError, match="CROSSTUNE_CACHE"):
-            cache_override({"CROSSTUNE_CACHE": value})
+            cache_base()
 
 
 def test_the_cache_is_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_base(Path("~/cache")) == tmp_path / "cache"
+    monkeypatch.setenv("CROSSTUNE_CACHE", "~/cache")
+    assert cache_base() == tmp_path / "cache"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from crosstune.config.load import cache_override, make_config
+from crosstune.config.load import make_config
 from crosstune.config.schema import Config, options_by_name
 from crosstune.core.errors import ConfigError, UserError, raise_all
 from crosstune.data.read.in_memory import write_in_memory
@@ -135,7 +135,7 @@ def _object_problem(name: str, value: Any) -> UserError | None:
 
 
 def _write_data(data: object, option: str) -> Path:
-    return write_in_memory(data, option=option, cache=cache_override())
+    return write_in_memory(data, option=option)
 
 
 def _write_tokenizer(tokenizer: Any, option: str) -> Path:
@@ -145,7 +145,7 @@ def _write_tokenizer(tokenizer: Any, option: str) -> Path:
             f"{option} cannot be a {type(tokenizer).__qualname__} object.",
             do="pass a fast transformers tokenizer, as returned by AutoTokenizer.from_pretrained, or a folder with its files",
         )
-    root = cache_folder(cache_override()) / "tokenizers"
+    root = cache_folder() / "tokenizers"
     root.mkdir(parents=True, exist_ok=True)
     with staging_folder(root / "tokenizer") as staging:
         saved = staging / "saved"

@@ -18,6 +18,7 @@ from crosstune.config.schema import Config, option_list, options_by_name
 from crosstune.config.values import accepted_values, convert_value, wrong_path
 from crosstune.core.backend import BackendSpec, backend_specs
 from crosstune.core.errors import END_WITH_BACKSLASH, UserError, follows_backslash, raise_all, shown
+from crosstune.files.paths import CACHE_VARIABLE, user_cache
 from crosstune.files.yaml_files import read_yaml
 
 
@@ -59,15 +60,15 @@ def make_config(**values: Any) -> Config:
     return _build(given, problems)
 
 
-def cache_override(environment: Mapping[str, str] | None = None) -> Path | None:
-    """Return the cache folder set by CROSSTUNE_CACHE, if any."""
-    value = (os.environ if environment is None else environment).get("CROSSTUNE_CACHE")
+def cache_base() -> Path:
+    """Return crosstune's cache folder: CROSSTUNE_CACHE, or the one in the user's cache folder."""
+    value = os.environ.get(CACHE_VARIABLE)
     if not value:
-        return None
+        return user_cache()
     wrong = "use printable UTF-8 text" if not value.isprintable() else wrong_path(value)
     if wrong is not None:
-        raise UserError(f"CROSSTUNE_CACHE cannot be {shown(value)}.", do=wrong)
-    return Path(value).expanduser()
+        raise UserError(f"{CACHE_VARIABLE} cannot be {shown(value)}.", do=wrong)
+    return Path(value).expanduser().absolute()
 
 
 def reward_key() -> str:

@@ -86,7 +86,6 @@ class DataOpener:
 
     config: Config
     tokenizer: Tokenizer
-    cache: Path | None
     observer: Observer
     model_limit: int | None
     """The model's maximum context length."""
@@ -296,7 +295,6 @@ class DataOpener:
             limit=limit,
             columns=parse_columns(config.columns),
             model_limit=self.model_limit,
-            cache=self.cache,
             progress=show,
             cut_long=self.cut_long,
         )

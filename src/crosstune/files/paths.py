@@ -73,10 +73,8 @@ def missing_run(target: str | Path) -> UserError:
     )
 
 
-def cache_base(override: Path | None = None) -> Path:
-    """Return crosstune's cache folder: `override`, or the one in the user's cache folder."""
-    if override is not None:
-        return override.expanduser().absolute()
+def user_cache() -> Path:
+    """Return crosstune's folder in the user's cache folder."""
     import platformdirs
 
     try:

@@ -41,9 +41,7 @@ _ROWS_AT_ONCE = 4096
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
 
 
-def add_tokens(
-    model: ModelFolder, listed: str, *, cache: Path | None = None, progress: Progress = silent
-) -> ModelFolder:
+def add_tokens(model: ModelFolder, listed: str, *, progress: Progress = silent) -> ModelFolder:
     """Return the model with the tokens of --add_tokens; tokens that its tokenizer knows are kept as they are.
 
     A new row has the mean of the rows before it.
@@ -101,9 +99,7 @@ def add_tokens(
     digest = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()
     need = sum(path.stat().st_size for path in rewritten) + len(longer) * len(new) * (1 << 16)
     key = f"{Path(model.name).name}-tokens-{digest[:12]}"
-    return replace(
-        found, path=install(key, build, need_bytes=need, source=source, cache=cache, progress=progress)
-    )
+    return replace(found, path=install(key, build, need_bytes=need, source=source, progress=progress))
 
 
 def setting_files(folder: Path) -> list[Path]:

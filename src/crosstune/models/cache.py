@@ -10,13 +10,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.load import cache_base
 from crosstune.core import __version__
 from crosstune.core.errors import UserError
 from crosstune.core.names import unknown_name
 from crosstune.files.atomic_files import put_in_place, remove_abandoned, remove_folder, staging_folder
 from crosstune.files.json_fields import OBJECT, TEXT, map_of, object_with, whole, wrong_field
 from crosstune.files.json_files import read_object, write_json
-from crosstune.files.paths import CACHE_VARIABLE, cache_base
+from crosstune.files.paths import CACHE_VARIABLE
 from crosstune.files.plain_files import UnreadableFile
 from crosstune.models.file_hashes import check_checksums
 from crosstune.models.staged import Progress, disk_space, silent
@@ -42,9 +43,9 @@ class CachedModel:
     """The result of `check`; empty for a valid model."""
 
 
-def cache_root(override: Path | None = None) -> Path:
-    """Return the folder of cached models, in `override` or in the user's cache folder."""
-    return cache_base(override) / "models"
+def cache_root() -> Path:
+    """Return the folder of cached models."""
+    return cache_base() / "models"
 
 
 def install(
@@ -53,11 +54,10 @@ def install(
     *,
     need_bytes: int,
     source: Mapping[str, Any],
-    cache: Path | None = None,
     progress: Progress = silent,
 ) -> Path:
     """Return the folder of the model `name`. Unless it is valid and from `source`, make it with `build(folder, scratch)`."""
-    root = cache_root(cache)
+    root = cache_root()
     target = root / name
     if not check(target, source=source):
         return target
@@ -114,9 +114,9 @@ def check(folder: Path, *, source: Mapping[str, Any] | None = None) -> list[str]
     return problems
 
 
-def list_models(*, cache: Path | None = None) -> list[CachedModel]:
+def list_models() -> list[CachedModel]:
     """Return all models in the cache, including damaged ones."""
-    root = cache_root(cache)
+    root = cache_root()
     folders = [path for path in root.glob("*") if path.is_dir() and not path.name.startswith(".")]
     return [
         CachedModel(
@@ -130,10 +130,10 @@ def list_models(*, cache: Path | None = None) -> list[CachedModel]:
     ]
 
 
-def remove_model(name: str, *, cache: Path | None = None) -> int:
+def remove_model(name: str) -> int:
     """Delete a model from the cache and return the number of bytes freed."""
-    root = cache_root(cache)
-    models = {model.name: model for model in list_models(cache=cache)}
+    root = cache_root()
+    models = {model.name: model for model in list_models()}
     if name not in models:
         raise unknown_name("cached model", name, models)
     with _locked(root, name, progress=silent):

@@ -14,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.load import cache_override
+from crosstune.config.load import cache_base
 from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import staged_file
 from crosstune.files.json_files import read_json
-from crosstune.files.paths import cache_base
 from crosstune.files.plain_files import UnreadableFile, open_plain, read_plain_text
 
 SUMS = "SHA256SUMS"
@@ -133,7 +132,7 @@ def _read_cached(key: str) -> Mapping[str, Any]:
 
 def _cache_file(key: str) -> Path:
     name = f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
-    return cache_base(cache_override()) / "hashes" / name
+    return cache_base() / "hashes" / name
 
 
 def _read_sums(path: Path) -> dict[str, str]:

@@ -234,7 +234,7 @@ class ModelFolder:
     """Tokens of --add_tokens that the tokenizer already had."""
 
 
-def locate(name: str, *, cache: Path | None = None, progress: Progress | None = None) -> ModelFolder:
+def locate(name: str, *, progress: Progress | None = None) -> ModelFolder:
     """Return the folder of the model `name`, after downloading or converting it if needed.
 
     A bundled name takes precedence over a folder of the same name; `./name` always means the folder.
@@ -242,13 +242,13 @@ def locate(name: str, *, cache: Path | None = None, progress: Progress | None = 
     report = progress or silent
     source = _source(name)
     if source == "bundled":
-        path = install_bundled(name, cache=cache, progress=report)
+        path = install_bundled(name, progress=report)
     elif source == "folder":
         path = _path(name)
         check_folder(path)
         check_checksums(path)
     elif source == "gguf":
-        path = _convert(_path(name), cache=cache, progress=report)
+        path = _convert(_path(name), progress=report)
     else:
         path = fetch_from_hub(name, progress=report)
         if not weight_files(path):
@@ -260,14 +260,14 @@ def locate(name: str, *, cache: Path | None = None, progress: Progress | None = 
     return ModelFolder(name=name, path=path, source=source)
 
 
-def find_local(name: str, *, cache: Path | None = None) -> ModelFolder | None:
+def find_local(name: str) -> ModelFolder | None:
     """Return the model if it is available locally; None if `locate` would download or convert it first."""
     source = _source(name)
     if source == "folder":
         path = _path(name)
         check_folder(path)
     elif source == "bundled":
-        path = cache_root(cache) / name
+        path = cache_root() / name
         if check(path):
             return None
     elif source == "gguf":
@@ -284,7 +284,7 @@ def find_local(name: str, *, cache: Path | None = None) -> ModelFolder | None:
     return ModelFolder(name=name, path=path, source=source)
 
 
-def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
+def shape(name: str) -> ModelShape | None:
     """Return a model's shape without a download, from a local config.json or the table of known models."""
     if name in BUNDLED:
         return BUNDLED[name].shape
@@ -302,9 +302,9 @@ def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
     return found or known_shape(name)
 
 
-def fetch_sizes(name: str, *, cache: Path | None = None) -> None:
+def fetch_sizes(name: str) -> None:
     """Fetch config.json of a hub model of unknown shape, if the hub answers."""
-    if shape(name, cache=cache) is None and _HUB_ID.fullmatch(name) and not _path(name).exists():
+    if shape(name) is None and _HUB_ID.fullmatch(name) and not _path(name).exists():
         fetch_config(name)
 
 
@@ -339,13 +339,13 @@ def _source(name: str) -> Source:
     )
 
 
-def _convert(path: Path, *, cache: Path | None, progress: Progress) -> Path:
+def _convert(path: Path, *, progress: Progress) -> Path:
     """Return the folder converted from a GGUF file; its name contains a hash of the file."""
     size = path.stat().st_size
     digest = sha256_of(path, on_bytes=lambda count: progress("hash", count, size))
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-") or "gguf"
     key = f"{stem}-{digest[:_KEY_HASH_CHARS]}"
-    cached = cache_root(cache) / key
+    cached = cache_root() / key
     if not check(cached):
         return cached
     from crosstune.models.gguf import convert, converted_bytes
@@ -355,7 +355,6 @@ def _convert(path: Path, *, cache: Path | None, progress: Progress) -> Path:
         lambda folder, scratch: convert(path, folder, progress=progress),
         need_bytes=converted_bytes(path),
         source={"kind": "gguf", "file": str(path), "sha256": digest},
-        cache=cache,
         progress=progress,
     )
 

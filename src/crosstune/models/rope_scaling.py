@@ -24,7 +24,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _WITHOUT = "remove --rope_scaling and --rope_factor"
 
 
-def scale_rope(model: ModelFolder, kind: str, factor: float, *, cache: Path | None = None) -> ModelFolder:
+def scale_rope(model: ModelFolder, kind: str, factor: float) -> ModelFolder:
     """Return the model with the rotary positions of --rope_scaling."""
     folder = model.path
     config = scaled_config(read_config_json(folder), kind, factor, name=model.name)
@@ -51,7 +51,7 @@ def scale_rope(model: ModelFolder, kind: str, factor: float, *, cache: Path | No
     digest = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()
     key = f"{Path(model.name).name}-{kind}-{factor:g}-{digest[:12]}"
     need = sum(path.stat().st_size for path in setting_files(folder))
-    path = install(key, build, need_bytes=need, source=source, cache=cache)
+    path = install(key, build, need_bytes=need, source=source)
     return replace(model, path=path, base=model.base or str(folder))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from crosstune.config.conditions import TRAIN_TYPE_PARTS, teaches_by_base
-from crosstune.config.load import backend_variables, cache_override, launch_variables, make_config
+from crosstune.config.load import backend_variables, launch_variables, make_config
 from crosstune.config.mlx_settings import read_settings
 from crosstune.config.recipe_spec import load_recipe
 from crosstune.config.resolve.facts import Facts, Preset, StoredQuantization, auto_preference
@@ -139,10 +139,8 @@ def model_facts(config: Config, preset: Mapping[str, Preset]) -> dict[str, Any]:
     folder = Path(config.model_name).expanduser()
     teacher = config.teacher if config.recipe == "distill" else None
     return {
-        "teacher": shape(teacher, cache=cache_override())
-        if teacher and not teaches_by_base(config.options())
-        else None,
-        "shape": _with_rope(shape(loaded, cache=cache_override()), config),
+        "teacher": shape(teacher) if teacher and not teaches_by_base(config.options()) else None,
+        "shape": _with_rope(shape(loaded), config),
         "stored": _stored_quantization(folder) if library != "none" else None,
     }
 

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.load import cache_override
+from crosstune.config.load import cache_base
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.estimate.machine import Machine
 from crosstune.estimate.memory import Correction
 from crosstune.files.json_fields import OBJECT, map_of, object_with, real
 from crosstune.files.json_files import read_json, write_json
-from crosstune.files.paths import cache_base
 
 FORMAT = 1
 MAX_ENTRIES = 500
@@ -69,7 +68,7 @@ def digest(key: Mapping[str, Any]) -> str:
 
 
 def _path(name: str) -> Path:
-    return cache_base(cache_override()) / "measured" / f"{name}.json"
+    return cache_base() / "measured" / f"{name}.json"
 
 
 def record_peak(plan: Plan, measured_bytes: int) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.config.load import cache_override
 from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
@@ -141,7 +140,7 @@ class TokenRecipe:
         if self.packed is not None:
             packed = {"packed_rows": self.packed.num_rows(1), "packed_fill": self.packed.fill()}
         return {
-            "dataset": name_in_memory(self.config.dataset, cache=cache_override()),
+            "dataset": name_in_memory(self.config.dataset),
             "format": form,
             "identity": identity,
             "context_length": self.corpus.limit,
@@ -160,7 +159,6 @@ class SftRecipe(TokenRecipe):
         config: Config,
         *,
         model_folder: Path,
-        cache: Path | None = None,
         observer: Observer | None = None,
         cut_long: bool = False,
     ) -> None:
@@ -170,7 +168,6 @@ class SftRecipe(TokenRecipe):
         opener = DataOpener(
             config=config,
             tokenizer=self.tokenizer,
-            cache=cache if cache is not None else cache_override(),
             observer=observer or Observers(),
             model_limit=longest_context(model_folder),
             cut_long=cut_long,
@@ -252,7 +249,7 @@ class SftRecipe(TokenRecipe):
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
         config = self.config
-        notes = [name_in_memory(note, cache=cache_override()) for note in self.data.notes]
+        notes = [name_in_memory(note) for note in self.data.notes]
         described = self.describe_rows(
             form=self.train.form, identity=self.data.identity(), without_answer=self.data.without_answer
         )
@@ -260,8 +257,7 @@ class SftRecipe(TokenRecipe):
             described["rows"] = dict(self.data.rows)
         if self.data.sources:
             described["sources"] = [
-                {**source, "name": name_in_memory(source["name"], cache=cache_override())}
-                for source in self.data.sources
+                {**source, "name": name_in_memory(source["name"])} for source in self.data.sources
             ]
         if self.held_out is not None:
             described["eval"] = self.held_out.stats

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.logit_distance import Logits, check_finite, measure_agreement
@@ -153,7 +152,7 @@ def _check_base_for_mlx(adapter: Path, base: str | None) -> list[str]:
     base = base or read_settings(adapter).get("base_model_name_or_path") or "the base model"
     model = None
     with contextlib.suppress(UserError):
-        model = find_local(base, cache=cache_override())
+        model = find_local(base)
     if model is None or importlib.util.find_spec("mlx_lm") is None:
         missing = "mlx-lm is not installed" if model is not None else f"{base} was not found on this machine"
         return [f"whether mlx-lm computes the base model as transformers does was not checked: {missing}"]

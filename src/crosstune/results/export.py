@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
 from crosstune.core.events import ModelProgress, Observer
 from crosstune.core.logit_distance import check_finite, measure_agreement
@@ -293,7 +292,6 @@ def cached_export(target: str, trained: Trained, model: ModelFolder, to: str, *,
         build,
         need_bytes=3 * dense_bytes(model.path, "auto"),
         source={"kind": "export", "form": to, "sha256": key},
-        cache=cache_override(),
         progress=show,
     )
     return folder / result

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from crosstune.config.conditions import ADAPTER_METHODS, work_of_rows
-from crosstune.config.load import cache_override
 from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec, load_recipe
 from crosstune.config.resolve.fit_compute import check_compiler
 from crosstune.config.resolve.plan import Plan
@@ -129,7 +128,7 @@ def check_plan(
     if point is not None:
         skipped.append("whether data and model match the checkpoint")
     if recipe.needs_base_model:
-        fetch_sizes(config.model_name, cache=cache_override())
+        fetch_sizes(config.model_name)
     base = point.manifest.base_choice if point is not None else None
     facts = gather(config, machine=machine, ranks=ranks, base=base)
     plan = resolve(config, facts)
@@ -291,7 +290,7 @@ def _check_local_model(plan: Plan, point: ResumePoint | None, checked: RequestCh
     option = "llama_pro_path" if name == plan.config.llama_pro_path else "model_name"
     try:
         with naming(option):
-            model = find_local(name, cache=cache_override())
+            model = find_local(name)
     except UserError:
         if point is not None:
             return  # the run reports a missing base with its name from the checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from crosstune.checkpoint.read import Checkpoint
-from crosstune.config.load import add_environment, cache_override
+from crosstune.config.load import add_environment
 from crosstune.config.recipe_spec import load_recipe
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
@@ -26,9 +26,9 @@ def find_model(config: Config, observer: Observer) -> ModelFolder:
     def show(stage: str, done: int, total: int | None) -> None:
         observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=config.model_name))
 
-    model = locate(config.model_name, cache=cache_override(), progress=show)
+    model = locate(config.model_name, progress=show)
     if config.add_tokens:
-        model = add_tokens(model, config.add_tokens, cache=cache_override(), progress=show)
+        model = add_tokens(model, config.add_tokens, progress=show)
     model = with_rope(config, model)
     identity(model.path, progress=show)  # hashed here with progress; later calls use the stored hashes
     return model
@@ -38,7 +38,7 @@ def with_rope(config: Config, model: ModelFolder) -> ModelFolder:
     """Return the model with the positions of --rope_scaling, if it is set."""
     if config.rope_scaling == "none" or config.rope_factor is None:
         return model
-    return scale_rope(model, config.rope_scaling, config.rope_factor, cache=cache_override())
+    return scale_rope(model, config.rope_scaling, config.rope_factor)
 
 
 def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer) -> ModelFolder | None:

@@ -20,7 +20,6 @@ from crosstune.cli.arguments import (
 )
 from crosstune.cli.terminal.figures import count, size
 from crosstune.cli.terminal.output import Output
-from crosstune.config.load import cache_override
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.files.paths import shown_path
 
@@ -151,7 +150,6 @@ def _build(own: argparse.Namespace) -> int:
                     min_count=own.min_count,
                     dtype=own.vectors_dtype,
                 ),
-                cache=cache_override(),
                 device=own.device,
                 progress=lambda stage, done, total: screen.show_stage(
                     f"{stage} encoder or corpus", done, total, [size(done)]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from crosstune.cli.arguments import Parser, print_result
 from crosstune.cli.terminal.figures import size
-from crosstune.config.load import cache_override
 
 
 def make_parser() -> Parser:
@@ -34,8 +33,8 @@ def _list(name: str | None, as_json: bool) -> int:
     from crosstune.models.bundled import BUNDLED
     from crosstune.models.cache import cache_root, list_models
 
-    root = cache_root(cache_override())
-    cached = list_models(cache=cache_override())
+    root = cache_root()
+    cached = list_models()
     absent = sorted(set(BUNDLED) - {model.name for model in cached})
     rows = [{"name": m.name, "path": str(m.path), "bytes": m.size_bytes, "source": m.source} for m in cached]
     lines = [
@@ -61,7 +60,7 @@ def _get(name: str, as_json: bool) -> int:
 def _remove(name: str, as_json: bool) -> int:
     from crosstune.models.cache import remove_model
 
-    freed = remove_model(name, cache=cache_override())
+    freed = remove_model(name)
     return print_result(
         {"removed": name, "bytes": freed}, [f"removed {name}, {size(freed)} freed"], as_json=as_json
     )

@@ -25,9 +25,9 @@ _SHAPES = (
 )
 
 
-def write_in_memory(data: object, *, option: str, cache: Path | None) -> Path:
+def write_in_memory(data: object, *, option: str) -> Path:
     """Write a list of rows, a `datasets.Dataset`, or a mapping from splits to either; return the file or the folder."""
-    root = cache_folder(cache)
+    root = cache_folder()
     try:
         root.mkdir(parents=True, exist_ok=True)
         with staging_folder(root / "rows") as staging:
@@ -46,11 +46,11 @@ def write_in_memory(data: object, *, option: str, cache: Path | None) -> Path:
         ) from error
 
 
-def name_in_memory(text: str, *, cache: Path | None) -> str:
+def name_in_memory(text: str) -> str:
     """Return a text in which paths of in-memory rows are replaced by `rows in memory`."""
     if "rows-" not in text:
         return text
-    written = re.escape(str(cache_folder(cache))) + rf"[/\\]rows-[0-9a-f]{{{_NAME_CHARS}}}(\.jsonl)?"
+    written = re.escape(str(cache_folder())) + rf"[/\\]rows-[0-9a-f]{{{_NAME_CHARS}}}(\.jsonl)?"
     return re.sub(written, "rows in memory", text)
 
 

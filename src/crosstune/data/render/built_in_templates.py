@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
 from crosstune.data.render.types import PLAIN_TEMPLATE
@@ -89,7 +88,7 @@ def read_template(value: str, *, adds_bos: bool = False) -> str:
         raise UserError(f"The chat template {path} cannot be read.", why=error.why, do=error.do) from error
     if not text.strip():
         raise UserError(f"The chat template {path} is empty.")
-    try_template(text.encode(), path=path, cache=cache_override())
+    try_template(text.encode(), path=path)
     return text
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,7 +177,6 @@ def open_corpus(
     limit: int = -1,
     columns: Columns | None = None,
     model_limit: int | None = None,
-    cache: Path | None = None,
     in_memory_bytes: int = IN_MEMORY_BYTES,
     progress: OnProgress | None = None,
     cut_long: bool = False,
@@ -197,7 +195,6 @@ def open_corpus(
             uniform,
             Encoder(tokenizer=tokenizer, form=uniform.form, whole=whole),
             limit=remaining,
-            cache=cache,
             in_memory_bytes=in_memory_bytes,
             progress=progress,
         )

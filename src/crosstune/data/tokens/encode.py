@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from crosstune.config.load import cache_base
 from crosstune.core.errors import UserError
 from crosstune.data.read.files import RawRow
 from crosstune.data.read.formats import (
@@ -46,7 +47,6 @@ from crosstune.data.tokens.store import (
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.atomic_files import clear_leftovers, put_in_place, staging_folder
 from crosstune.files.json_files import read_object, write_json
-from crosstune.files.paths import cache_base
 from crosstune.files.plain_files import NO_ROOM, UnreadableFile, disk_full_reason, room_advice
 
 OnProgress = Callable[[int, int, int], None]
@@ -313,7 +313,6 @@ def tokenize_source(
     encoder: Encoder,
     *,
     limit: int,
-    cache: Path | None,
     in_memory_bytes: int,
     progress: OnProgress | None,
 ) -> tuple[TokenStore, dict[str, Any]]:
@@ -337,21 +336,21 @@ def tokenize_source(
         store = memory.to_store(encode_source(source, encoder, memory, limit=limit, progress=progress))
     else:
         key = digest(decides | {"skips_bad": source.skips_bad})
-        store = _cached_store(source, encoder, key=key, limit=limit, cache=cache, progress=progress)
+        store = _cached_store(source, encoder, key=key, limit=limit, progress=progress)
     return store, decides
 
 
-def cache_folder(cache: Path | None) -> Path:
+def cache_folder() -> Path:
     """Return the folder for tokens of large datasets and rows from memory."""
-    return cache_base(cache) / "data"
+    return cache_base() / "data"
 
 
 def _cached_store(
-    source: Source, encoder: Encoder, *, key: str, limit: int, cache: Path | None, progress: OnProgress | None
+    source: Source, encoder: Encoder, *, key: str, limit: int, progress: OnProgress | None
 ) -> TokenStore:
     from filelock import FileLock
 
-    root = cache_folder(cache)
+    root = cache_folder()
     folder = root / key[:32]
     try:
         root.mkdir(parents=True, exist_ok=True)

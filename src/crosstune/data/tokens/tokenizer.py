@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError, shown
 from crosstune.data.render.types import ChatTokens
 from crosstune.data.tokens.trials import try_template, try_tokenizer
@@ -90,7 +89,7 @@ class Tokenizer:
         bos = _token_text(tokens.get("bos_token"))
         template, template_file = _chat_template(folder, settings)
         if template is not None:
-            try_template(template.encode(), path=template_file, cache=cache_override())
+            try_template(template.encode(), path=template_file)
         with _readable_panics(str(path)):
             starts_with = rust.encode("a").ids[:1]
         return cls(
@@ -253,7 +252,7 @@ def _read_tokenizer(folder: Path) -> bytes:
         ) from error
     tokenizer = object_of(raw, path, foreign=True)
     if any(_may_be_slow(tokenizer.get(stage)) for stage in _STAGES):
-        try_tokenizer(raw, path=path, cache=cache_override())
+        try_tokenizer(raw, path=path)
     return raw
 
 

@@ -7,8 +7,8 @@ import hashlib
 import sys
 from pathlib import Path
 
+from crosstune.config.load import cache_base
 from crosstune.core.errors import UserError
-from crosstune.files.paths import cache_base
 from crosstune.process.limited_child import run_limited
 
 _VERSION = 1
@@ -17,21 +17,19 @@ _LENGTH = 3000
 """Characters of a trial text, as in a usual row: a pattern that needs quadratic time on it is too slow."""
 
 
-def try_tokenizer(raw: bytes, *, path: Path, cache: Path | None) -> None:
+def try_tokenizer(raw: bytes, *, path: Path) -> None:
     """Raise a UserError unless the tokenizer loads and encodes a few long strings in time."""
-    _try("tokenizers", raw, path=path, cache=cache, cpu_seconds=10, memory_bytes=4 << 30)
+    _try("tokenizers", raw, path=path, cpu_seconds=10, memory_bytes=4 << 30)
 
 
-def try_template(raw: bytes, *, path: Path, cache: Path | None) -> None:
+def try_template(raw: bytes, *, path: Path) -> None:
     """Raise a UserError when a chat template renders ordinary conversations beyond the limits."""
-    _try("templates", raw, path=path, cache=cache, cpu_seconds=5, memory_bytes=1 << 30)
+    _try("templates", raw, path=path, cpu_seconds=5, memory_bytes=1 << 30)
 
 
-def _try(
-    kind: str, raw: bytes, *, path: Path, cache: Path | None, cpu_seconds: int, memory_bytes: int
-) -> None:
-    """Run a trial. A pass is recorded by the file's hash in crosstune's cache folder: `cache` or the user's."""
-    passed = _verdict(kind, hashlib.sha256(raw).hexdigest(), cache)
+def _try(kind: str, raw: bytes, *, path: Path, cpu_seconds: int, memory_bytes: int) -> None:
+    """Run a trial. A pass is recorded by the file's hash in crosstune's cache folder."""
+    passed = _verdict(kind, hashlib.sha256(raw).hexdigest())
     if passed is not None and passed.is_file():
         return
     run_limited(
@@ -48,9 +46,9 @@ def _try(
             passed.touch()
 
 
-def _verdict(kind: str, digest: str, cache: Path | None) -> Path | None:
+def _verdict(kind: str, digest: str) -> Path | None:
     try:
-        return cache_base(cache) / kind / f"{digest}-{_VERSION}"
+        return cache_base() / kind / f"{digest}-{_VERSION}"
     except UserError:  # no home folder
         return None
 

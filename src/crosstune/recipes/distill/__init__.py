@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from crosstune.config.load import cache_override
 from crosstune.config.recipe_spec import RecipeSpec
 from crosstune.config.schema import Config
 from crosstune.core.errors import naming, raise_all
@@ -25,7 +24,7 @@ def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
     """Raise if the teacher does not fit the options or the student, or a row cannot be read; return the skipped checks."""
     raise_all(check_options(config))
     with naming("teacher"):
-        is_local = find_local(str(config.teacher), cache=cache_override()) is not None
+        is_local = find_local(str(config.teacher)) is not None
     left = sft.check_data(config, model_folder=model_folder)
     if not is_local or model_folder is None:
         return [*left, f"whether the teacher {config.teacher} has the tokens of the student"]

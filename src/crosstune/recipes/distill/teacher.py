@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 
 from crosstune.config.conditions import teaches_by_base
-from crosstune.config.load import cache_override
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, naming, shown
@@ -43,7 +42,7 @@ class Teacher:
             self.observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=self.name))
 
         with naming("teacher"):
-            return locate(self.name, cache=cache_override(), progress=show).path
+            return locate(self.name, progress=show).path
 
     @property
     def is_found(self) -> bool:

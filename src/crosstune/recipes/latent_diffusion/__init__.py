@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.load import cache_override, make_config
+from crosstune.config.load import make_config
 from crosstune.config.recipe_spec import RecipeSpec
 from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
@@ -107,7 +107,7 @@ def _open(config: Config) -> PairFolder:
     check_dataset(config.dataset)
     raise_all(check_options(config))
     folder = Path(config.dataset).expanduser()
-    pairs = open_pairs(grammar_pairs(cache_override()) if config.dataset == GRAMMAR else folder)
+    pairs = open_pairs(grammar_pairs() if config.dataset == GRAMMAR else folder)
     if config.latent_dim and config.latent_dim != pairs.dim:
         raise UserError(
             f"--latent_dim is {config.latent_dim}, but the vectors of {config.dataset} have {pairs.dim} dimensions.",

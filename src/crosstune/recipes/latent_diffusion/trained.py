@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
 from crosstune.files.journal import Journal, file_stamps
 from crosstune.files.json_files import to_json
@@ -118,7 +117,7 @@ class Trained:
 
     def encoder(self, name: str | None = None, *, device: str | None = None) -> Encoder:
         """Open the encoder that the model was trained with."""
-        return open_encoder_of(self.facts, encoder=name, cache=cache_override(), device=device)
+        return open_encoder_of(self.facts, encoder=name, device=device)
 
     def can_embed(self, name: str | None = None) -> bool:
         """True if the encoder is known, so that decoded texts can be embedded."""

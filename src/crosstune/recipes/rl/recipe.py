@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from crosstune.config.load import cache_override
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer, Observers, Warned
@@ -330,7 +329,7 @@ class RlRecipe:
                 "nothing is evaluated: the data is too small to hold out prompts; pass --eval_dataset"
             )
         described = {
-            "dataset": name_in_memory(config.dataset, cache=cache_override()),
+            "dataset": name_in_memory(config.dataset),
             "format": " with ".join(["prompts", *([", ".join(columns)] if columns else [])]),
             "identity": self.identity(),
             "context_length": config.context_length,
