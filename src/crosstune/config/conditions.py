@@ -8,7 +8,6 @@ from typing import Any
 
 from crosstune.config.peer_names import PREFERENCE_LOSSES
 from crosstune.core.names import did_you_mean, plugin_names
-from crosstune.core.schedule import SCHEDULES_WITH_FLOOR
 
 TRACKERS_PACKAGE = "crosstune.tracking.trackers"
 SCREENS = ("tqdm", "stdout")
@@ -201,13 +200,7 @@ def shards_weights(strategy: str) -> bool:
     return strategy not in REPLICATED
 
 
-def _with_trackers(*names: str) -> Condition:
-    """Require one of these trackers in --log_to."""
-    summary = " or ".join(f"`--log_to {name}`" for name in names)
-    return Condition(summary, lambda now: bool({*names} & {*trackers_in(now["log_to"])}))
-
-
-def _with_recipe(*names: str, otherwise: str = "with the {recipe} recipe") -> Condition:
+def with_recipe(*names: str, otherwise: str = "with the {recipe} recipe") -> Condition:
     """Require one of these recipes."""
     summary = " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
     return Condition(
@@ -218,111 +211,15 @@ def _with_recipe(*names: str, otherwise: str = "with the {recipe} recipe") -> Co
     )
 
 
-def _with_losses(*names: str) -> Condition:
-    return Condition(
-        f"`--preference_loss` {', '.join(names)}",
-        lambda now: any(name in names for name in parse_losses(now["preference_loss"])),
-    )
-
-
-def _with_option(*names: str) -> Condition:
+def with_option(*names: str) -> Condition:
     """Require one of these options to be neither 0 nor false."""
     return Condition(
         " or ".join(f"`--{name}`" for name in names), lambda now: any(now[name] for name in names)
     )
 
 
-ADAPTERS = Condition("lora or dora", lambda now: now["method"] in ADAPTER_METHODS)
-LLAMA_PRO = Condition("llama_pro", lambda now: now["method"] == "llama_pro")
-BLOCKS_TO_ADD = Condition(
-    "", lambda now: not now["llama_pro_path"], "with --llama_pro_path: its model is already expanded"
-)
-QUANTIZED_BASE = Condition("a quantized base", lambda now: now["scheme"] is not None)
-QUANTIZING_TRAIN_TYPE = Condition(
-    "a train type that quantizes", lambda now: TRAIN_TYPE_PARTS[now["train_type"]][1] != "none"
-)
-ROPE_SCALING = Condition("`--rope_scaling`", lambda now: now["rope_scaling"] != "none")
-SCALES_BY_GROUP = Condition(
-    "",
-    lambda now: now["scheme"] is not None and now["n_bits"] not in now["scheme"].bits_by_row,
-    "with {quantizer} and {n_bits} bits: they use one scale per row",
-)
-DOUBLE_QUANT = Condition(
-    "",
-    lambda now: now["scheme"] is not None and now["n_bits"] in now["scheme"].bits_with_double_quant,
-    "with {quantizer} and {n_bits} bits",
-)
-STREAMED_LOADING = Condition(
-    "a quantized base or llama_pro",
-    lambda now: now["scheme"] is not None or now["method"] == "llama_pro",
-)
 TORCH_ENGINE = Condition("the torch engine", lambda now: now["engine"] == "torch", "on the MLX engine")
-MLX_ENGINE = Condition(
-    "",
-    lambda now: now["engine"] == "mlx",
-    "on memory or compilation outside the MLX engine; its other settings apply",
-)
-LATENT_DIFFUSION = _with_recipe("latent_diffusion")
-SEVERAL_DEVICES = Condition("several devices", lambda now: now["world_size"] > 1)
-SHARDED_MODEL = Condition("", lambda now: now["engine"] != "mlx", "on MLX, which replicates the model")
-SHARDED_WEIGHTS = Condition("a strategy that shards", lambda now: shards_weights(now["sharding_strategy"]))
-DEVICE_MEMORY = Condition("a device with dedicated memory", lambda now: now["backend"] != "cpu")
-ROWS_BY_BATCH = Condition(
-    "", lambda now: not now["rows_per_step"], "with --rows_per_step, which sets the rows of a step"
-)
-RECOMPUTATION = _with_option("use_gradient_checkpointing")
-CLIPPING = _with_option("apply_gradient_clipping")
-ADAM = Condition("adamw or adam", lambda now: "adam" in now["optimizer"])
-SCHEDULE_WITH_FLOOR = Condition(
-    ", ".join(SCHEDULES_WITH_FLOOR), lambda now: now["lr_scheduler"] in SCHEDULES_WITH_FLOOR
-)
 EVALUATION = Condition("evaluation", lambda now: not now["skip_eval"] and now["eval_samples"] > 0)
-GENERATION = Condition(
-    "evaluation, or `--recipe rl`",
-    lambda now: now["recipe"] == "rl" or EVALUATION.holds(now),
-)
-NO_SKIP_EVAL = Condition("evaluation", lambda now: not now["skip_eval"])
-SAVING = _with_option("save_steps", "save_minutes")
-EVALUATIONS = _with_option("eval_steps")
-LAST_RESULT = Condition("`--result last`", lambda now: now["result"] == "last")
 RESUMING = Condition("`--resume`", lambda now: now["resume"] != "none")
-PROJECTS = _with_trackers("wandb", "weave", "trackio")
-TRACKER_GROUPS = _with_trackers("wandb", "trackio")
-TRACKER_OWNERS = _with_trackers("wandb", "weave")
-JUDGE = _with_recipe("judge")
-PREFERENCE = _with_recipe("preference")
-DISTILL = _with_recipe("distill")
-JSD = Condition("`--distill_loss jsd`", lambda now: now["distill_loss"] == "jsd")
-WITH_REFERENCE = _with_losses(*(name for name in LOSSES if name not in WITHOUT_REFERENCE))
-SMOOTHED_LOSS, SIMPO, KTO_LOSS = (
-    _with_losses(*names) for names in (("dpo", "robust", "simpo", "cpo"), ("simpo",), (KTO,))
-)
-RL = _with_recipe("rl")
-PREFERENCE_OR_RL = _with_recipe("preference", "rl")
-CLIPPED_LOSS = Condition("another loss than reinforce", lambda now: now["rl_loss"] != "reinforce")
-PAIRED_LOSS = Condition(
-    f"a `--preference_loss` other than {KTO}", lambda now: KTO not in parse_losses(now["preference_loss"])
-)
-CORRECTED = Condition("a correction", lambda now: now["importance_correction"] != "none")
-HELD_OUT_BY_FRACTION = _with_recipe("sft", "preference", "rl", "distill")
-WITH_ROWS = _with_recipe("sft", "preference", "judge", "rl", "distill")
-SFT = _with_recipe("sft")
-CONVERSATIONS = _with_recipe("sft", "distill")
-ANSWERS_COMPARED = _with_recipe(
-    "sft", "distill", otherwise="with the {recipe} recipe, which has its own metrics"
-)
-ROWS_WITH_FORMATS = Condition(
-    "",
-    lambda now: now["recipe"] in ("sft", "distill"),
-    "with the {recipe} recipe, whose rows have one format",
-    recipes=("sft", "distill"),
-)
-SCALAR_HEAD = Condition("`--head scalar`", lambda now: now["head"] == "scalar")
-LABELS = Condition("", lambda now: now["head"] != "scalar", "with --head scalar, which predicts a number")
-ANSWERS = Condition(
-    "",
-    lambda now: now["recipe"] != "judge" or now["head"] != "scalar",
-    "with --head scalar, which does not generate text",
-)
-FP8_BASE = Condition("`--base_precision fp8`", lambda now: now["base_precision"] == "fp8")
-PROFILE = _with_option("profile", "profile_memory")
+RL = with_recipe("rl")
+SFT = with_recipe("sft")

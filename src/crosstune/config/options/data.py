@@ -5,19 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from crosstune.config.conditions import (
-    ANSWERS_COMPARED,
-    CONVERSATIONS,
-    EVALUATION,
-    HELD_OUT_BY_FRACTION,
-    NO_SKIP_EVAL,
-    ROWS_WITH_FORMATS,
-    SFT,
-    STREAMED_LOADING,
-    TORCH_ENGINE,
-    WITH_ROWS,
-)
+from crosstune.config.conditions import EVALUATION, SFT, TORCH_ENGINE, Condition, with_recipe
 from crosstune.config.option import OnResume, StringKind, not_zero, option
+
+STREAMED_LOADING = Condition(
+    "a quantized base or llama_pro",
+    lambda now: now["scheme"] is not None or now["method"] == "llama_pro",
+)
+NO_SKIP_EVAL = Condition("evaluation", lambda now: not now["skip_eval"])
+HELD_OUT_BY_FRACTION = with_recipe("sft", "preference", "rl", "distill")
+WITH_ROWS = with_recipe("sft", "preference", "judge", "rl", "distill")
+CONVERSATIONS = with_recipe("sft", "distill")
+ANSWERS_COMPARED = with_recipe(
+    "sft", "distill", otherwise="with the {recipe} recipe, which has its own metrics"
+)
+ROWS_WITH_FORMATS = Condition(
+    "",
+    lambda now: now["recipe"] in ("sft", "distill"),
+    "with the {recipe} recipe, whose rows have one format",
+    recipes=("sft", "distill"),
+)
 
 _option = partial(option, on_resume=OnResume.MAY_CHANGE_DATA)
 _FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "guanaco", "text")

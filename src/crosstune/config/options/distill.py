@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from crosstune.config.conditions import DISTILL, JSD
+from crosstune.config.conditions import Condition, with_recipe
 from crosstune.config.option import StringKind, option
+
+DISTILL = with_recipe("distill")
+JSD = Condition("`--distill_loss jsd`", lambda now: now["distill_loss"] == "jsd")
 
 _option = partial(option, needs=(DISTILL,))
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from crosstune.config.conditions import (
-    DEVICE_MEMORY,
-    RECOMPUTATION,
-    SEVERAL_DEVICES,
-    SFT,
-    SHARDED_MODEL,
-    SHARDED_WEIGHTS,
-    TORCH_ENGINE,
-)
+from crosstune.config.conditions import SFT, TORCH_ENGINE, Condition, shards_weights, with_option
 from crosstune.config.option import OnResume, backend_choices, check_duration, not_zero, option
 from crosstune.core.names import plugin_names
+
+SEVERAL_DEVICES = Condition("several devices", lambda now: now["world_size"] > 1)
+SHARDED_MODEL = Condition("", lambda now: now["engine"] != "mlx", "on MLX, which replicates the model")
+SHARDED_WEIGHTS = Condition("a strategy that shards", lambda now: shards_weights(now["sharding_strategy"]))
+DEVICE_MEMORY = Condition("a device with dedicated memory", lambda now: now["backend"] != "cpu")
+RECOMPUTATION = with_option("use_gradient_checkpointing")
 
 EMULATED_PACKAGE = "crosstune.emulate.devices"
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from crosstune.config.conditions import JUDGE, LABELS, SCALAR_HEAD
+from crosstune.config.conditions import Condition, with_recipe
 from crosstune.config.option import OnResume, StringKind, backend_choices, option
+
+JUDGE = with_recipe("judge")
+SCALAR_HEAD = Condition("`--head scalar`", lambda now: now["head"] == "scalar")
+LABELS = Condition("", lambda now: now["head"] != "scalar", "with --head scalar, which predicts a number")
 
 _option = partial(option, needs=(JUDGE,), on_resume=OnResume.MAY_CHANGE_DATA)
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from crosstune.config.conditions import EVALUATION, LATENT_DIFFUSION, Condition, Values
+from crosstune.config.conditions import EVALUATION, Condition, Values, with_recipe
 from crosstune.config.option import OnResume, option
+
+LATENT_DIFFUSION = with_recipe("latent_diffusion")
 
 MODES = ("l2t", "t2l", "unconditional")
 """Latent to text, text to latent, and both from noise."""

@@ -8,25 +8,44 @@ from dataclasses import dataclass
 from functools import partial
 
 from crosstune.config.conditions import (
-    ADAPTERS,
-    BLOCKS_TO_ADD,
-    DOUBLE_QUANT,
-    FP8_BASE,
-    LLAMA_PRO,
+    ADAPTER_METHODS,
     LOSSES,
-    MLX_ENGINE,
-    QUANTIZED_BASE,
-    QUANTIZING_TRAIN_TYPE,
-    ROPE_SCALING,
-    SCALES_BY_GROUP,
     SFT,
     TORCH_ENGINE,
     TRAIN_TYPE_PARTS,
+    Condition,
 )
 from crosstune.config.option import OnResume, StringKind, option
 from crosstune.config.options.rl import RL_LOSSES
 from crosstune.core.names import plugin_names
 from crosstune.core.quantization import quantizer_names
+
+ADAPTERS = Condition("lora or dora", lambda now: now["method"] in ADAPTER_METHODS)
+LLAMA_PRO = Condition("llama_pro", lambda now: now["method"] == "llama_pro")
+BLOCKS_TO_ADD = Condition(
+    "", lambda now: not now["llama_pro_path"], "with --llama_pro_path: its model is already expanded"
+)
+QUANTIZED_BASE = Condition("a quantized base", lambda now: now["scheme"] is not None)
+QUANTIZING_TRAIN_TYPE = Condition(
+    "a train type that quantizes", lambda now: TRAIN_TYPE_PARTS[now["train_type"]][1] != "none"
+)
+ROPE_SCALING = Condition("`--rope_scaling`", lambda now: now["rope_scaling"] != "none")
+SCALES_BY_GROUP = Condition(
+    "",
+    lambda now: now["scheme"] is not None and now["n_bits"] not in now["scheme"].bits_by_row,
+    "with {quantizer} and {n_bits} bits: they use one scale per row",
+)
+DOUBLE_QUANT = Condition(
+    "",
+    lambda now: now["scheme"] is not None and now["n_bits"] in now["scheme"].bits_with_double_quant,
+    "with {quantizer} and {n_bits} bits",
+)
+MLX_ENGINE = Condition(
+    "",
+    lambda now: now["engine"] == "mlx",
+    "on memory or compilation outside the MLX engine; its other settings apply",
+)
+FP8_BASE = Condition("`--base_precision fp8`", lambda now: now["base_precision"] == "fp8")
 
 ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
 """Values of --rope_scaling."""

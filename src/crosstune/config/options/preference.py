@@ -6,16 +6,33 @@ from dataclasses import dataclass
 from functools import partial
 
 from crosstune.config.conditions import (
-    KTO_LOSS,
-    PAIRED_LOSS,
-    PREFERENCE,
-    PREFERENCE_OR_RL,
-    SIMPO,
-    SMOOTHED_LOSS,
-    WITH_REFERENCE,
+    KTO,
+    LOSSES,
+    WITHOUT_REFERENCE,
+    Condition,
     check_losses,
+    parse_losses,
+    with_recipe,
 )
 from crosstune.config.option import OnResume, option
+
+
+def _with_losses(*names: str) -> Condition:
+    return Condition(
+        f"`--preference_loss` {', '.join(names)}",
+        lambda now: any(name in names for name in parse_losses(now["preference_loss"])),
+    )
+
+
+PREFERENCE = with_recipe("preference")
+WITH_REFERENCE = _with_losses(*(name for name in LOSSES if name not in WITHOUT_REFERENCE))
+SMOOTHED_LOSS, SIMPO, KTO_LOSS = (
+    _with_losses(*names) for names in (("dpo", "robust", "simpo", "cpo"), ("simpo",), (KTO,))
+)
+PREFERENCE_OR_RL = with_recipe("preference", "rl")
+PAIRED_LOSS = Condition(
+    f"a `--preference_loss` other than {KTO}", lambda now: KTO not in parse_losses(now["preference_loss"])
+)
 
 _option = partial(option, needs=(PREFERENCE,))
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from crosstune.config.conditions import CLIPPED_LOSS, CORRECTED, RL
+from crosstune.config.conditions import RL, Condition
 from crosstune.config.option import OnResume, option
+
+CLIPPED_LOSS = Condition("another loss than reinforce", lambda now: now["rl_loss"] != "reinforce")
+CORRECTED = Condition("a correction", lambda now: now["importance_correction"] != "none")
 
 RL_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "reinforce")
 """Values of --rl_loss."""

@@ -6,22 +6,40 @@ from dataclasses import dataclass
 from functools import partial
 
 from crosstune.config.conditions import (
-    ANSWERS,
     EVALUATION,
-    EVALUATIONS,
-    GENERATION,
-    LAST_RESULT,
-    PROFILE,
-    PROJECTS,
     RESUMING,
-    SAVING,
-    TRACKER_GROUPS,
-    TRACKER_OWNERS,
     TRACKERS_PACKAGE,
+    Condition,
     check_targets,
+    trackers_in,
+    with_option,
 )
 from crosstune.config.option import OnResume, StringKind, check_duration, option
 from crosstune.core.names import plugin_names
+
+
+def _with_trackers(*names: str) -> Condition:
+    """Require one of these trackers in --log_to."""
+    summary = " or ".join(f"`--log_to {name}`" for name in names)
+    return Condition(summary, lambda now: bool({*names} & {*trackers_in(now["log_to"])}))
+
+
+GENERATION = Condition(
+    "evaluation, or `--recipe rl`",
+    lambda now: now["recipe"] == "rl" or EVALUATION.holds(now),
+)
+SAVING = with_option("save_steps", "save_minutes")
+EVALUATIONS = with_option("eval_steps")
+LAST_RESULT = Condition("`--result last`", lambda now: now["result"] == "last")
+PROJECTS = _with_trackers("wandb", "weave", "trackio")
+TRACKER_GROUPS = _with_trackers("wandb", "trackio")
+TRACKER_OWNERS = _with_trackers("wandb", "weave")
+ANSWERS = Condition(
+    "",
+    lambda now: now["recipe"] != "judge" or now["head"] != "scalar",
+    "with --head scalar, which does not generate text",
+)
+PROFILE = with_option("profile", "profile_memory")
 
 MISMATCHES = (
     "model",

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstune.config.conditions import (
-    ADAM,
-    CLIPPING,
-    EVALUATION,
-    RESUMING,
-    ROWS_BY_BATCH,
-    SCHEDULE_WITH_FLOOR,
-    SFT,
-    TORCH_ENGINE,
-)
+from crosstune.config.conditions import EVALUATION, RESUMING, SFT, TORCH_ENGINE, Condition, with_option
 from crosstune.config.option import OnResume, below_one, not_zero, option
-from crosstune.core.schedule import ON_EXTEND, SCHEDULES
+from crosstune.core.schedule import ON_EXTEND, SCHEDULES, SCHEDULES_WITH_FLOOR
+
+ROWS_BY_BATCH = Condition(
+    "", lambda now: not now["rows_per_step"], "with --rows_per_step, which sets the rows of a step"
+)
+CLIPPING = with_option("apply_gradient_clipping")
+ADAM = Condition("adamw or adam", lambda now: "adam" in now["optimizer"])
+SCHEDULE_WITH_FLOOR = Condition(
+    ", ".join(SCHEDULES_WITH_FLOOR), lambda now: now["lr_scheduler"] in SCHEDULES_WITH_FLOOR
+)
 
 AUTO = 0
 """The value of `--batch_size auto`."""
