@@ -9,7 +9,7 @@ import pytest
 
 from crosstune.config.conditions import check_losses
 from crosstune.config.load import load_config, make_config
-from crosstune.config.peer_names import DIFFERENT, PREFERENCE_LOSSES, SAME
+from crosstune.config.peer_names import PREFERENCE_LOSSES, peer_names
 from crosstune.config.schema import Config, options_by_name
 from crosstune.config.values import convert_value
 from crosstune.core.errors import ConfigError
@@ -26,7 +26,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def test_a_name_that_means_the_same_is_the_option(tmp_path: Path) -> None:
-    for name, target in SAME.items():
+    for name, target in peer_names().same.items():
         option = options_by_name()[target]
         value: Any = {bool: "true", int: 3, float: 0.25, str: "word"}[option.type]
         value = (
@@ -42,7 +42,7 @@ def test_a_name_that_means_the_same_is_the_option(tmp_path: Path) -> None:
 
 
 def test_any_other_name_is_explained(tmp_path: Path) -> None:
-    for name in DIFFERENT:
+    for name in peer_names().different:
         with pytest.raises(ConfigError, match="instead: ") as caught:
             load(f"--{name.replace('_', '-')}", "8")
         assert name in str(caught.value).replace("-", "_")

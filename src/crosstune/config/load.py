@@ -13,7 +13,7 @@ import yaml
 from crosstune.config.mlx_settings import SECTION, alpha_for_scale, options_in, read_settings, wrong_settings
 from crosstune.config.mmdit_file import is_mmdit, translate
 from crosstune.config.option_names import find_option
-from crosstune.config.peer_names import SECTIONS
+from crosstune.config.peer_names import peer_names
 from crosstune.config.schema import Config, option_list, options_by_name
 from crosstune.config.values import accepted_values, convert_value, wrong_path
 from crosstune.core.backend import BackendSpec, backend_specs
@@ -201,11 +201,11 @@ def _flat(data: Mapping[Any, Any], path: Path, problems: list[UserError]) -> Ite
         name = str(key) if isinstance(key, (str, int, float)) else shown(key)
         if not isinstance(value, dict) or _is_value(name, value):
             yield "", name, value
-        elif name.replace("-", "_") not in SECTIONS:
+        elif name.replace("-", "_") not in peer_names().sections:
             problems.append(
                 UserError(
                     f"{shown(name)} in {path} is not a section of options.",
-                    do=f"write its options as `option: value` lines; known sections: {', '.join(SECTIONS)}",
+                    do=f"write its options as `option: value` lines; known sections: {', '.join(peer_names().sections)}",
                 )
             )
         else:
@@ -275,7 +275,7 @@ def _add(
     """Add a value given under a name; a flag without a value is a switch."""
     is_bare = is_flag and raw is None
     try:
-        if section not in ("", *SECTIONS):
+        if section not in ("", *peer_names().sections):
             raise UserError(f"Unknown option: {where}.", do=f"remove {shown(section)} and the dot")
         found = find_option(key, where, section=section, raw=True if is_bare else raw)
         if found is None:

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosstune.config.option import Option
-from crosstune.config.peer_names import (
-    DIFFERENT,
-    OFF_BY_DEFAULT,
-    SAME,
-    SAME_FOR_VALUES,
-    SAME_VALUES,
-    SECTIONS,
-)
+from crosstune.config.peer_names import SAME_FOR_VALUES, SAME_VALUES, peer_names
 from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError, shown
 
@@ -56,21 +49,21 @@ def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> 
     `section` is the section of the file that contains the name, `raw` its value. Raise a UserError for an unknown name.
     """
     name = key.replace("-", "_")
-    options = options_by_name()
-    if name in (inside := SECTIONS.get(section, {})):
+    options, known = options_by_name(), peer_names()
+    if name in (inside := known.sections.get(section, {})):
         return NamedOption(options[inside[name]], key)
     if found := options.get(name) or options.get(name.lower()):
         return NamedOption(found, key)
-    peers = SAME.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
+    peers = known.same.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
     if peers:  # null or an empty list in other trainers' files means not set
-        is_set = raw not in (None, []) and not (name in OFF_BY_DEFAULT and _is_off(raw))
+        is_set = raw not in (None, []) and not (name in known.off_by_default and _is_off(raw))
         return NamedOption(options[peers], name, is_peers=True) if is_set else None
-    if name in DIFFERENT:
-        if _is_off(raw) and (raw is None or name in OFF_BY_DEFAULT):
+    if name in known.different:
+        if _is_off(raw) and (raw is None or name in known.off_by_default):
             return None
         raise UserError(
             f"{shown(key)[1:-1]} is not an option of crosstune ({where}).",
-            do=f"instead: {DIFFERENT[name]}",
+            do=f"instead: {known.different[name]}",
         )
     close = suggestions(key)
     do = (
@@ -85,7 +78,7 @@ def suggestions(key: str) -> list[str]:
     """Return up to three options with similar names, but never one with the opposite meaning."""
     name = key.replace("-", "_").lower()[:100]
     options = options_by_name()
-    known = {**dict.fromkeys(options, ""), **SAME}
+    known = {**dict.fromkeys(options, ""), **peer_names().same}
     found: list[str] = []
     for match in difflib.get_close_matches(name, known, n=6, cutoff=0.74):
         option = options[known[match] or match].name
@@ -98,7 +91,7 @@ def suggestions(key: str) -> list[str]:
 
 def names_of(option: Option) -> list[str]:
     """Return the other trainers' names for an option."""
-    exact = [name for name, other in SAME.items() if other == option.name]
+    exact = [name for name, other in peer_names().same.items() if other == option.name]
     return exact + [name for name, (other, _, _) in SAME_FOR_VALUES.items() if other == option.name]
 
 

@@ -21,7 +21,7 @@ import yaml
 
 from crosstune.cli.main import main
 from crosstune.config.option import Option
-from crosstune.config.peer_names import DIFFERENT, SAME, SAME_FOR_VALUES, SECTIONS
+from crosstune.config.peer_names import SAME_FOR_VALUES, peer_names
 from crosstune.config.schema import option_list, options_by_name
 from crosstune.core.safe_text import printable
 
@@ -101,8 +101,8 @@ def _key(draw: random.Random) -> tuple[str, Option | None]:
     if kind < 0.75:
         return draw.choice((option.name, option.name, *option.aliases)), option
     if kind < 0.9:
-        name = draw.choice([*SAME, *SAME_FOR_VALUES, *DIFFERENT])
-        other = SAME.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
+        name = draw.choice([*peer_names().same, *SAME_FOR_VALUES, *peer_names().different])
+        other = peer_names().same.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
         return name, options_by_name().get(other)
     letters = list(option.name)
     letters[draw.randrange(len(letters))] = draw.choice(string.ascii_letters + "_-.\x00é")
@@ -153,7 +153,7 @@ def _file(draw: random.Random, request: Request) -> bytes:
         _note(request, key, option)
         value: Any = draw.choice(VALUES) if draw.random() < 0.5 else _text(draw, option)
         if draw.random() < 0.2:
-            section = draw.choice([*SECTIONS, "nowhere"])
+            section = draw.choice([*peer_names().sections, "nowhere"])
             request.names.add(section)
             data[section] = {key: value}
         else:

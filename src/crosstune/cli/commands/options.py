@@ -16,7 +16,7 @@ from crosstune.cli.arguments import (
 )
 from crosstune.config.option import StringKind
 from crosstune.config.option_names import suggestions
-from crosstune.config.peer_names import DIFFERENT, SAME, SAME_FOR_VALUES
+from crosstune.config.peer_names import SAME_FOR_VALUES, peer_names
 from crosstune.config.schema import option_list, options_by_name
 from crosstune.config.table import describe_option, description_lines, help_text, markdown_table
 from crosstune.core.errors import EXIT_DONE, UserError, shown
@@ -55,14 +55,15 @@ def run(words: Sequence[str]) -> int:
 
 def _print_named(asked: str, *, as_json: bool) -> None:
     name = asked.replace("-", "_").lower()
-    other = SAME.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
+    peers = peer_names()
+    other = peers.same.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
     option = options_by_name().get(name) or options_by_name().get(other)
     if option is not None:
         facts = describe_option(option)
         print_result(facts, description_lines(facts), as_json=as_json)
         return
-    if name in DIFFERENT:
-        raise UserError(f"crosstune has no option {name}.", do=f"instead: {DIFFERENT[name]}")
+    if name in peers.different:
+        raise UserError(f"crosstune has no option {name}.", do=f"instead: {peers.different[name]}")
     found = [o for o in option_list() if name and any(name in known for known in (o.name, *o.aliases))]
     if not found:
         close = suggestions(name)
