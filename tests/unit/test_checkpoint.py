@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from manifests import make_manifest
 
-from crosstune.checkpoint import folders
+from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.checkpoint.manifest import (
     MANIFEST,
     MANIFEST_LIMIT,
@@ -33,7 +33,7 @@ from crosstune.checkpoint.tensors import describe_tensors, describe_trainable, r
 from crosstune.checkpoint.write import SaveFailed, write_checkpoint
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import SessionState
-from crosstune.files.atomic_files import set_aside, staging_path
+from crosstune.files.atomic_files import leftovers, set_aside
 from crosstune.files.safetensors_header import BadSafetensors
 
 
@@ -86,7 +86,7 @@ def damage(folder: Path) -> None:
 
 
 def steps_in(root: Path) -> list[int]:
-    return [step for step, _ in folders.checkpoint_folders(root)]
+    return [step for step, _ in checkpoint_folders(root)]
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_what_rotation_keeps(
     save(tmp_path, *steps)
     rotate(tmp_path, keep, evaluations)
     assert sorted(steps_in(tmp_path)) == kept
-    assert list(folders.leftovers(tmp_path)) == []
+    assert leftovers(tmp_path, of=bool) == []
 
 
 def test_nothing_is_removed_while_the_newest_is_damaged(tmp_path: Path) -> None:
@@ -175,27 +175,13 @@ def test_a_checkpoint_that_is_set_aside_is_kept_and_not_taken(tmp_path: Path) ->
     assert open_checkpoint(tmp_path / "step-00000002~1").step == 2
 
 
-def test_leftovers_are_cleared_and_nothing_else(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    for name in ("step-00000002", "step-00000001"):
-        staged = staging_path(tmp_path / name)
-        staged.mkdir()
-        (staged / "weights.safetensors").write_bytes(b"half")
-    staging_path(tmp_path / "latest").symlink_to("step-00000001")
-    other = staging_path(tmp_path / "notes.txt")
-    for path in (tmp_path / "notes.txt", other):
-        path.write_text("mine")
-    assert folders.clear_leftovers(tmp_path) == 3
-    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "latest", "notes.txt", other.name}
-
-
 def test_a_folder_that_is_there_already_is_not_replaced(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     before = (folder / MANIFEST).read_bytes()
     with pytest.raises(SaveFailed):
         save(tmp_path, 1)
     assert (folder / MANIFEST).read_bytes() == before
-    assert list(folders.leftovers(tmp_path)) == []
+    assert leftovers(tmp_path, of=bool) == []
 
 
 def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""Name and list the checkpoints of a run, and remove incomplete ones."""
+"""Name and list the checkpoints of a run."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from crosstune.files import atomic_files
+from crosstune.files.atomic_files import replace_link
 
 FOLDER = "checkpoints"
 LATEST = "latest"
@@ -29,20 +29,6 @@ def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
     return sorted(((s, p) for s, p in found if p.is_dir() and not p.is_symlink()), reverse=True)
 
 
-def leftovers(root: Path) -> list[Path]:
-    """Return the incomplete folders of writes and removals that were killed."""
-    return atomic_files.leftovers(root, of=_is_checkpoint)
-
-
-def clear_leftovers(root: Path) -> int:
-    """Remove the leftovers and return their number. The caller holds the run lock."""
-    return atomic_files.clear_leftovers(root, of=_is_checkpoint)
-
-
 def point_latest(root: Path, target: Path) -> None:
     """Point the link `latest` at a checkpoint, for users and scripts; crosstune does not read it."""
-    atomic_files.replace_link(root / LATEST, to=target.name)
-
-
-def _is_checkpoint(name: str) -> bool:
-    return name == LATEST or _NAME.fullmatch(name) is not None
+    replace_link(root / LATEST, to=target.name)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
-from crosstune.checkpoint.folders import clear_leftovers
 from crosstune.checkpoint.manifest import Manifest
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.resolve.memory_advice import with_advice
@@ -35,6 +34,7 @@ from crosstune.core.profiling import Profiles
 from crosstune.core.protocols import Closes, Generates, HasNotes, PreparesSession, Session
 from crosstune.core.rewards import RewardUnavailable
 from crosstune.core.weights import result_weights
+from crosstune.files.atomic_files import clear_leftovers
 from crosstune.files.run_record import Record, RecordFailed
 from crosstune.loop.deferred_errors import DeferredErrors, DeferringObserver
 from crosstune.loop.profile import StepProfile, is_asked, profile_folder
@@ -112,7 +112,7 @@ class Execution:
         )
         with self.stop.listening(), self._recording_end(), closing:
             if self.ranks.first:
-                clear_leftovers(self.checkpoints.root)
+                clear_leftovers(self.checkpoints.root, of=bool)
                 clear_results(self.record.folder)
             session = self._load()
             if isinstance(self.recipe, PreparesSession):

@@ -13,12 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from crosstune.checkpoint.folders import checkpoint_folders, leftovers
+from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.checkpoint.manifest import WEIGHTS
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.checkpoint.rotate import Keep, superfluous
 from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointSaved, Event, StepMetrics
+from crosstune.files.atomic_files import leftovers
 from crosstune.files.json_files import read_jsonl
 from crosstune.files.run_record import RunRecord
 from crosstune.models.tiny import tiny_model
@@ -224,7 +225,7 @@ def lost_or_torn(folder: Path, *, keep: Keep = KEEP, damaged: frozenset[int] = f
 def untidy(folder: Path) -> list[str]:
     """Return the leftovers of a kill that a finished resume should have cleared."""
     strays = [
-        *leftovers(folder / "checkpoints"),
+        *leftovers(folder / "checkpoints", of=bool),
         *folder.glob(".result.*"),
         *folder.glob(".*.json*.*"),
         *folder.glob(".reference*"),

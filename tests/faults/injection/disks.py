@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from crosstune.checkpoint.folders import checkpoint_folders, leftovers
+from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import open_checkpoint
+from crosstune.files.atomic_files import leftovers
 from injection.bench import NUM_STEPS, SAVE_STEPS, Bench
 from injection.children import Child, Ended
 from injection.kills import Trial
@@ -146,7 +147,7 @@ def _look(folder: Path, *, finished: bool) -> list[str]:
     steps = [step for step, _ in checkpoint_folders(root)]
     if not finished and steps not in ([SAVE_STEPS], [NUM_STEPS]):
         problems.append(f"the old checkpoint is not there, but {steps}")
-    return problems + [f"left behind: {path.name}" for path in leftovers(root)]
+    return problems + [f"left behind: {path.name}" for path in leftovers(root, of=bool)]
 
 
 def _small_disk(bench: Bench, method: str, folder: Path, *, share: float, checked: bool) -> None:

@@ -22,8 +22,7 @@ from crosstune.data.render.answer_spans import (
     opens_reasoning,
     render_text,
 )
-from crosstune.data.render.encoding import Encoded, begins_with, encode_rendered
-from crosstune.data.render.picture_tokens import expand_pictures
+from crosstune.data.render.encoding import Encoded, begins_with, encode_rendered, expand_pictures
 from crosstune.data.render.template_marks import Marks
 from crosstune.data.render.types import EXCLUDED, NO_LOSS, ChatTokens, Message, Rendered, Span, Tools
 from crosstune.data.tokens.tokenizer import Tokenizer

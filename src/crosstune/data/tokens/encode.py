@@ -32,8 +32,7 @@ from crosstune.data.read.formats import (
 )
 from crosstune.data.read.pictures import Picture, open_pictures
 from crosstune.data.read.sources import Part, Source, folder_of, row_error, skipped_row
-from crosstune.data.render.encoding import Encoded, encode_rendered
-from crosstune.data.render.picture_tokens import check_texts, expand_pictures
+from crosstune.data.render.encoding import Encoded, check_texts, encode_rendered, expand_pictures
 from crosstune.data.render.rendering import check_characters, prompts_change_tokens, render_conversation
 from crosstune.data.render.types import REASONING_KEYS, Rendered
 from crosstune.data.tokens.store import (
