@@ -12,8 +12,8 @@ from support import train_step
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.core.events import check_metric_names
 from crosstune.planner.gather import make_plan
+from crosstune.process.ranks import check_metric_names
 from crosstune.runs.open_parts import open_session
 
 BACKENDS = ["cpu", "mlx"]

@@ -6,11 +6,10 @@ format: add a class, or a field with a default, and keep existing names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal, Protocol, TypedDict
 
-from crosstune.core.errors import UserError
 from crosstune.core.loss_measurement import Comparison, LossMeasurement
 
 
@@ -160,12 +159,11 @@ class Resumed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSetAside(Event):
-    """A checkpoint was renamed because the run continues from an earlier one."""
+    """A checkpoint was renamed because the run continues from an earlier one, at `step`."""
 
     kind = "set_aside"
     path: str
     step: int
-    """The step that the run continues from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,11 +307,10 @@ class Profiled(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
-    """A step or evaluation ran out of memory and is repeated with fewer rows at a time."""
+    """A step, or an evaluation after it, ran out of memory and is repeated with fewer rows at a time."""
 
     kind = "recovery"
     step: int
-    """The step that is repeated, or the last step before an evaluation."""
     doing: str
     cause: str
     changed: Mapping[str, int]
@@ -404,25 +401,3 @@ class Observers:
     def on_step(self, metrics: StepMetrics) -> None:
         for member in self.members:
             member.on_step(metrics)
-
-
-def check_metric_names(names: Sequence[str], *, weight_name: str) -> None:
-    """Raise a UserError when a metric would replace a column of metrics.jsonl."""
-    taken = {*StepMetrics.__annotations__, weight_name}
-    if bad := sorted(taken.intersection(names)):
-        raise UserError(
-            f"A metric of the recipe's task cannot be called {bad[0]}.",
-            why="metrics.jsonl already has a column of that name.",
-            do="rename it in `metric_names` and in the result of `loss`",
-        )
-
-
-def check_known_metrics(found: Iterable[str], names: Iterable[str]) -> None:
-    """Raise a UserError when a task returns a metric that it does not declare."""
-    known = set(names)
-    if unknown := [name for name in found if name not in known]:
-        raise UserError(
-            f"The recipe's task returned the metric {unknown[0]}, which it does not declare.",
-            why="every process must know the names of all metrics in advance.",
-            do=f"add {unknown[0]} to its `metric_names`",
-        )

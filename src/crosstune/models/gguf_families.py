@@ -32,10 +32,7 @@ _COMMON = {
     "num_attention_heads": "attention.head_count",
 }
 _EXPERTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
-_SOFTCAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
+_SOFTCAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
 _GRANITE_SCALES = {
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",

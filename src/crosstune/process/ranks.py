@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from crosstune.core.events import check_known_metrics
+from crosstune.core.errors import UserError
+from crosstune.core.events import StepMetrics
 
 if TYPE_CHECKING:
     from crosstune.core.protocols import Array
@@ -211,6 +212,17 @@ class SingleProcess(Group):
         return [data]
 
 
+def check_metric_names(names: Sequence[str], *, weight_name: str) -> None:
+    """Raise a UserError when a metric would replace a column of metrics.jsonl."""
+    taken = {*StepMetrics.__annotations__, weight_name}
+    if bad := sorted(taken.intersection(names)):
+        raise UserError(
+            f"A metric of the recipe's task cannot be called {bad[0]}.",
+            why="metrics.jsonl already has a column of that name.",
+            do="rename it in `metric_names` and in the result of `loss`",
+        )
+
+
 class MetricTotals:
     """Sums of a task's metrics and of their weights, over the batches of a step or an evaluation."""
 
@@ -218,7 +230,12 @@ class MetricTotals:
         self._sums: dict[str, tuple[Any, Any]] = dict.fromkeys(names, (0, 0))
 
     def add(self, sums: Mapping[str, tuple[Any, Any]]) -> None:
-        check_known_metrics(sums, self._sums)
+        if unknown := sums.keys() - self._sums.keys():
+            raise UserError(
+                f"The recipe's task returned the metric {min(unknown)}, which it does not declare.",
+                why="every process must know the names of all metrics in advance.",
+                do=f"add {min(unknown)} to its `metric_names`",
+            )
         for name, (total, weight) in sums.items():
             before, found = self._sums[name], self.number(total)
             added = self.larger(before[0], found) if name.endswith(MAXIMUM) else before[0] + found

@@ -22,7 +22,7 @@ from crosstune.config.recipe_spec import load_recipe
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.core.events import Observer, Observers, RunMovedAside, Started, Warned, check_metric_names
+from crosstune.core.events import Observer, Observers, RunMovedAside, Started, Warned
 from crosstune.core.protocols import SkipsRows
 from crosstune.core.safe_text import redact, redact_command
 from crosstune.data.tokens.tokenizer import TEMPLATE_LIMIT
@@ -35,7 +35,7 @@ from crosstune.loop.stop import StopSignal
 from crosstune.models.adapter_files import keep_adapter
 from crosstune.models.identity import identity
 from crosstune.planner.gather import make_plan, may_have_several_devices, with_all_devices
-from crosstune.process.ranks import Group, SingleProcess
+from crosstune.process.ranks import Group, SingleProcess, check_metric_names
 from crosstune.runs.execute import Execution
 from crosstune.runs.prepare import PreparedRun, prepare
 from crosstune.runs.resume import (
