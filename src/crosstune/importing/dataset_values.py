@@ -138,10 +138,6 @@ def named_template(value: Any, given: Mapping[str, Any]) -> Found:
     return Nothing("the model's own template is used; set --chat_template FILE if it is another")
 
 
-def factory_template(value: Any, given: Mapping[str, Any]) -> Found:
-    return Nothing("the model's own template is used; set --chat_template if it has none")
-
-
 def template_text(value: Any, given: Mapping[str, Any]) -> Found:
     if is_off(value):
         return {}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.schedule import SCHEDULES
-from crosstune.importing.values import Found, Missing, Noted, Nothing, is_off, last_part, optimizer, schedule
+from crosstune.importing.values import Found, Missing, Noted, Nothing, is_off, last_part, optimizer
 from crosstune.models.folder import folder_shape
 from crosstune.models.known_models import known_shape
 
@@ -98,10 +98,6 @@ def last_layers(value: Any, given: Mapping[str, Any]) -> Found:
     )
 
 
-def adapter_file(value: Any, given: Mapping[str, Any]) -> Found:
-    return {} if is_off(value) else Missing("crosstune convert ADAPTER --to peft, then --base_adapter FOLDER")
-
-
 def adapter_folder(value: Any, given: Mapping[str, Any]) -> Found:
     path = Path(str(value))
     return (
@@ -139,10 +135,6 @@ def tune_optimizer(value: Any, given: Mapping[str, Any]) -> Found:
     return optimizer(name, given)
 
 
-def tune_schedule(value: Any, given: Mapping[str, Any]) -> Found:
-    return schedule(last_part(value), given)
-
-
 def tune_columns(value: Any, given: Mapping[str, Any]) -> Found:
     """Convert the column of conversations, or a mapping of torchtune's columns to those of the data."""
     ours = {
@@ -178,7 +170,3 @@ def tune_logger(value: Any, given: Mapping[str, Any]) -> Found:
         if chosen
         else Nothing("every step is in metrics.jsonl of the run folder")
     )
-
-
-def compiled(value: Any, given: Mapping[str, Any]) -> Found:
-    return {"torch_compile": not is_off(value)}
