@@ -165,7 +165,7 @@ export const showRun = async (place, { parts, signal }) => {
     }
     drawHead();
     if (changed || found.reset || found.events.some((kind) => kind !== "evaluating") || (found.rows.length && !charts.children.length)) later(changed ? 50 : Math.max(0, 3000 - (Date.now() - drawn)));
-    else if (found.rows.length) later(20000); // smoothed curves and totals follow the steps
+    else if (found.rows.length) later(10000); // smoothed curves and totals follow the steps
   };
   drawHead();
   drawCheckpoints();
