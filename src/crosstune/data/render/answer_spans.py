@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from functools import lru_cache
 from itertools import count, takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -19,11 +19,13 @@ from crosstune.data.render.types import (
     NO_LOSS,
     PLAIN_TEMPLATE,
     REASONING_KEYS,
-    ChatTokens,
     Message,
     Span,
     Tools,
 )
+
+if TYPE_CHECKING:
+    from crosstune.data.tokens.tokenizer import Tokenizer
 
 LONGEST_TEMPLATE = 256 << 10
 """Maximum characters of a template. Templates of published models have a few thousand; the longest has about 30,000."""
@@ -118,7 +120,7 @@ _QUESTION: Message = {"role": "user", "content": "Hello"}
 
 
 def render_text(
-    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
+    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
 ) -> tuple[str, Marks]:
     """Return the text of a conversation, with its marked spans and the spans of each message."""
     template = _template(tokenizer)
@@ -131,14 +133,14 @@ def render_text(
             # Passed even when None, as in transformers: a template may test them.
             tools=tools,
             documents=None,
-            **dict(tokenizer.named_tokens),
+            **tokenizer.named_tokens,
         )
     except Exception as error:  # of jinja or of the code in the template
         raise _template_error(tokenizer, "render this conversation", error) from error
 
 
 def locate_answers(
-    messages: Sequence[Message], text: str, marks: Marks, tokenizer: ChatTokens, *, tools: Tools
+    messages: Sequence[Message], text: str, marks: Marks, tokenizer: Tokenizer, *, tools: Tools
 ) -> tuple[list[Span], int]:
     """Return the spans of the answers with their end tokens, and the number of answers that cannot be found."""
     if _template(tokenizer).marks_answers:
@@ -156,7 +158,7 @@ def locate_answers(
 
 
 def find_prompt_ends(
-    text: str, spans: Sequence[Span], tokenizer: ChatTokens, *, switches: tuple[str, ...] = ()
+    text: str, spans: Sequence[Span], tokenizer: Tokenizer, *, switches: tuple[str, ...] = ()
 ) -> list[int]:
     """Return the position at which the generation prompt of each answer ends: inside the span if the marks of the template
     include the header or if the prompt opens the reasoning, at its start if the template has no generation prompt."""
@@ -170,7 +172,7 @@ def find_prompt_ends(
     return [end for end in ends if 0 < end < len(text)]
 
 
-def find_switches(messages: Sequence[Message], tokenizer: ChatTokens) -> tuple[str, ...]:
+def find_switches(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return the words of a conversation, such as /no_think, with which its template changes the generation prompt."""
     if not _SWITCH.search(tokenizer.chat_template or ""):
         return ()
@@ -179,13 +181,13 @@ def find_switches(messages: Sequence[Message], tokenizer: ChatTokens) -> tuple[s
 
 
 @lru_cache(maxsize=8)
-def _full_header(tokenizer: ChatTokens) -> str:
+def _full_header(tokenizer: Tokenizer) -> str:
     """Return the generation prompt after a question, with the reasoning that it opens."""
     return _prompt([_QUESTION], tokenizer, None, opened=True)
 
 
 @lru_cache(maxsize=8)
-def _full_headers(tokenizer: ChatTokens, switches: tuple[str, ...]) -> Sequence[str]:
+def _full_headers(tokenizer: Tokenizer, switches: tuple[str, ...]) -> Sequence[str]:
     """Return the generation prompts after a question without a switch and with each, the longest first."""
     turns: list[list[Message]] = []
     for word in switches:
@@ -194,14 +196,14 @@ def _full_headers(tokenizer: ChatTokens, switches: tuple[str, ...]) -> Sequence[
     return sorted({_full_header(tokenizer), *others}, key=len, reverse=True)
 
 
-def opens_reasoning(tokenizer: ChatTokens) -> bool:
+def opens_reasoning(tokenizer: Tokenizer) -> bool:
     """Return True if the generation prompt opens the reasoning and leaves it open."""
     opened = OPENED_REASONING.search(_full_header(tokenizer))
     return opened is not None and not opened["closed"]
 
 
 def effective_extras(
-    messages: Sequence[Message], text: str, tokenizer: ChatTokens, extras: Sequence[str], *, tools: Tools
+    messages: Sequence[Message], text: str, tokenizer: Tokenizer, extras: Sequence[str], *, tools: Tools
 ) -> frozenset[str]:
     """Return the extra keys, or `tools`, that change the rendered `text`."""
     found = set()
@@ -240,14 +242,14 @@ def _with_loss(messages: Sequence[Message], marks: Marks) -> list[Span]:
     return [span for span, message in zip(marked, answers, strict=True) if _is_answer(message)]
 
 
-def _template(tokenizer: ChatTokens) -> ChatTemplate:
+def _template(tokenizer: Tokenizer) -> ChatTemplate:
     try:
         return load_template(tokenizer.chat_template or PLAIN_TEMPLATE)
     except Exception as error:
         raise _template_error(tokenizer, "be read", error) from error
 
 
-def _template_error(tokenizer: ChatTokens, verb: str, error: Exception) -> UserError:
+def _template_error(tokenizer: Tokenizer, verb: str, error: Exception) -> UserError:
     kind = "" if isinstance(error, Rejected) else f"{type(error).__name__}: "
     return UserError(
         f"The chat template {tokenizer.template_file or 'of this model'} cannot {verb}.",
@@ -257,7 +259,7 @@ def _template_error(tokenizer: ChatTokens, verb: str, error: Exception) -> UserE
 
 
 def _locate(
-    messages: Sequence[Message], place: int, text: str, marks: Marks, tokenizer: ChatTokens, tools: Tools
+    messages: Sequence[Message], place: int, text: str, marks: Marks, tokenizer: Tokenizer, tools: Tools
 ) -> list[Span]:
     """Return the spans of an answer: the text of its message after the prompt's header, up to the end token. If the loops
     of the template cannot be marked, it is rendered again with a placeholder, and the text that changes is the answer."""
@@ -273,7 +275,7 @@ def _locate(
     return [span for span in spans if span[1] > span[0]]
 
 
-def _header(messages: Sequence[Message], place: int, block: str, tokenizer: ChatTokens, tools: Tools) -> str:
+def _header(messages: Sequence[Message], place: int, block: str, tokenizer: Tokenizer, tools: Tools) -> str:
     """Return the start of an answer's text that the generation prompt already contains."""
     usual = _usual_header(tokenizer)
     if usual is not None and block.startswith(usual):
@@ -284,7 +286,7 @@ def _header(messages: Sequence[Message], place: int, block: str, tokenizer: Chat
 
 
 @lru_cache(maxsize=8)
-def _usual_header(tokenizer: ChatTokens) -> str | None:
+def _usual_header(tokenizer: Tokenizer) -> str | None:
     """Return the header of an answer to a single question, or None if the template rejects such a conversation."""
     prompt = _prompt([_QUESTION], tokenizer, None)
     if prompt:
@@ -299,13 +301,13 @@ def _usual_header(tokenizer: ChatTokens) -> str | None:
 
 
 @lru_cache(maxsize=8)
-def _writes_answers(tokenizer: ChatTokens) -> bool:
+def _writes_answers(tokenizer: Tokenizer) -> bool:
     """Return True if the template writes an answer inside the turn of its message, or has no marked loop."""
     text, turn = _probe(tokenizer)
     return turn is None or _placeholder([]) in text[turn[0] : turn[1]]
 
 
-def _probe(tokenizer: ChatTokens) -> tuple[str, Span | None]:
+def _probe(tokenizer: Tokenizer) -> tuple[str, Span | None]:
     """Return the text of a question and an answer, and the span of the answer's turn."""
     turns: list[Message] = [_QUESTION, {"role": "assistant", "content": _placeholder([])}]
     text, marks = _render_part(turns, tokenizer, add_generation_prompt=False, tools=None)
@@ -313,7 +315,7 @@ def _probe(tokenizer: ChatTokens) -> tuple[str, Span | None]:
     return text, (spans[0][0], spans[-1][1]) if spans else None
 
 
-def _prompt(messages: Sequence[Message], tokenizer: ChatTokens, tools: Tools, *, opened: bool = False) -> str:
+def _prompt(messages: Sequence[Message], tokenizer: Tokenizer, tools: Tools, *, opened: bool = False) -> str:
     """Return the generation prompt after these messages, up to where it opens the reasoning unless `opened`."""
     asked, marks = _render_part(messages, tokenizer, add_generation_prompt=True, tools=tools)
     told, _ = _render_part(messages, tokenizer, add_generation_prompt=False, tools=tools)
@@ -325,7 +327,7 @@ def _prompt(messages: Sequence[Message], tokenizer: ChatTokens, tools: Tools, *,
 
 
 def _render_part(
-    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
+    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
 ) -> tuple[str, Marks]:
     """Render part of a conversation; return an empty string if the template rejects it."""
     try:
@@ -335,7 +337,7 @@ def _render_part(
 
 
 def _around(
-    messages: Sequence[Message], place: int, text: str, tokenizer: ChatTokens, tools: Tools
+    messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer, tools: Tools
 ) -> Span | None:
     """Return the span of an answer's content: the text that changes when the content is replaced."""
     placeholder = _placeholder(messages)
@@ -358,7 +360,7 @@ def _placeholder(messages: Sequence[Message]) -> str:
     return next(word for word in words if not any(word in message["content"] for message in messages))
 
 
-def _end_of(text: str, span: Span, tokenizer: ChatTokens, *, is_last: bool) -> int:
+def _end_of(text: str, span: Span, tokenizer: Tokenizer, *, is_last: bool) -> int:
     """Return the end of an answer, without whitespace after the end token. In some templates the model stops at the token
     that begins the next turn; some write one more end token after the last message."""
     start, end = span
@@ -371,7 +373,7 @@ def _end_of(text: str, span: Span, tokenizer: ChatTokens, *, is_last: bool) -> i
     return end + len(following)
 
 
-def _with_end_token(text: str, end: int, tokenizer: ChatTokens) -> int:
+def _with_end_token(text: str, end: int, tokenizer: Tokenizer) -> int:
     """Return the end of an answer that other turns follow: after its end token, if there is one."""
     skipped = end + len(text[end:]) - len(text[end:].lstrip())
     for token in _end_tokens(tokenizer):
@@ -381,7 +383,7 @@ def _with_end_token(text: str, end: int, tokenizer: ChatTokens) -> int:
 
 
 @lru_cache(maxsize=8)
-def _end_tokens(tokenizer: ChatTokens) -> tuple[str, ...]:
+def _end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return the special tokens, longest first, so that none is matched by its own prefix."""
-    tokens = {*tokenizer.special, dict(tokenizer.named_tokens).get("eos_token", "")} - {""}
+    tokens = {*tokenizer.special, tokenizer.named_tokens.get("eos_token", "")} - {""}
     return tuple(sorted(tokens, key=len, reverse=True)) or ("\0",)

@@ -24,7 +24,7 @@ from crosstune.data.render.answer_spans import (
 )
 from crosstune.data.render.encoding import Encoded, begins_with, encode_rendered, expand_pictures
 from crosstune.data.render.template_marks import Marks
-from crosstune.data.render.types import EXCLUDED, NO_LOSS, ChatTokens, Message, Rendered, Span, Tools
+from crosstune.data.render.types import EXCLUDED, NO_LOSS, Message, Rendered, Span, Tools
 from crosstune.data.tokens.tokenizer import Tokenizer
 
 _CHARACTERS_SHOWN = 40
@@ -35,9 +35,7 @@ def render(
 ) -> str:
     """Return the text of a conversation, in which the model may call `tools`."""
     messages, tools = _plain([messages, tools])
-    text, _ = render_text(
-        messages, tokenizer.chat_tokens, add_generation_prompt=add_generation_prompt, tools=tools
-    )
+    text, _ = render_text(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
     check_characters(text)
     return text
 
@@ -53,32 +51,31 @@ def render_conversation(
     """Render a conversation with the spans of its answers and their end tokens, or with one span if `whole`, and find the
     `extras` (keys of the messages, or `tools`) that change the text."""
     messages, tools = _plain([messages, tools])
-    tokens = tokenizer.chat_tokens
-    text, marks = render_text(messages, tokens, add_generation_prompt=False, tools=tools)
+    text, marks = render_text(messages, tokenizer, add_generation_prompt=False, tools=tools)
     check_characters(text)
     num_unlocated = 0
     answers: Sequence[Span]
     if whole:
-        spans, answers = _without_excluded(messages, text, marks, tokens, tools=tools)
+        spans, answers = _without_excluded(messages, text, marks, tokenizer, tools=tools)
     else:
-        spans, num_unlocated = locate_answers(messages, text, marks, tokens, tools=tools)
+        spans, num_unlocated = locate_answers(messages, text, marks, tokenizer, tools=tools)
         answers = spans
-    switches = find_switches(messages, tokens) if tokenizer.data_rules > 4 else ()
-    ends = find_prompt_ends(text, answers, tokens, switches=switches)
-    others = _without_loss(messages, text, marks, tokens, tools=tools)
+    switches = find_switches(messages, tokenizer) if tokenizer.data_rules > 4 else ()
+    ends = find_prompt_ends(text, answers, tokenizer, switches=switches)
+    others = _without_loss(messages, text, marks, tokenizer, tools=tools)
     return Rendered(
         text=text,
         spans=spans,
         first_answer=answers[0][0] if answers else 0,
         num_unlocated=num_unlocated,
-        prompt_ends=[*ends, *find_prompt_ends(text, others, tokens, switches=switches)],
-        lacks_reasoning=bool(answers and not ends and opens_reasoning(tokens)),
-        effective_extras=effective_extras(messages, text, tokens, extras, tools=tools),
+        prompt_ends=[*ends, *find_prompt_ends(text, others, tokenizer, switches=switches)],
+        lacks_reasoning=bool(answers and not ends and opens_reasoning(tokenizer)),
+        effective_extras=effective_extras(messages, text, tokenizer, extras, tools=tools),
     )
 
 
 def _without_loss(
-    messages: Sequence[Message], text: str, marks: Marks, tokens: ChatTokens, *, tools: Tools
+    messages: Sequence[Message], text: str, marks: Marks, tokenizer: Tokenizer, *, tools: Tools
 ) -> Sequence[Span]:
     """Return the spans of the answers that carry no loss; none if they cannot be located."""
     excluded = [message["role"] == "assistant" and bool(message.get(NO_LOSS)) for message in messages]
@@ -86,25 +83,25 @@ def _without_loss(
         return ()
     turned = [{**message, NO_LOSS: not out} for message, out in zip(messages, excluded, strict=True)]
     try:
-        return locate_answers(turned, text, marks, tokens, tools=tools)[0]
+        return locate_answers(turned, text, marks, tokenizer, tools=tools)[0]
     except UserError:
         return ()
 
 
 def _without_excluded(
-    messages: Sequence[Message], text: str, marks: Marks, tokens: ChatTokens, *, tools: Tools
+    messages: Sequence[Message], text: str, marks: Marks, tokenizer: Tokenizer, *, tools: Tools
 ) -> tuple[list[Span], Sequence[Span]]:
     """Return the spans of a whole text without the turns that the data excludes, and the spans of its answers."""
     excluded = [message.get(NO_LOSS) == EXCLUDED for message in messages]
     cut: list[Span] = []
     if any(excluded):
         turned = [{**message, NO_LOSS: not out} for message, out in zip(messages, excluded, strict=True)]
-        cut, _ = locate_answers(turned, text, marks, tokens, tools=tools)
+        cut, _ = locate_answers(turned, text, marks, tokenizer, tools=tools)
     starts = [0, *(end for _, end in cut)]
     ends = [*(start for start, _ in cut), len(text)]
     kept = [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
     try:
-        return kept, locate_answers(messages, text, marks, tokens, tools=tools)[0]
+        return kept, locate_answers(messages, text, marks, tokenizer, tools=tools)[0]
     except UserError:  # the loss does not need them
         return kept, ()
 

@@ -25,25 +25,6 @@ PLAIN_TEMPLATE = (
 """For models without a chat template: a line for each turn, the end token after each answer."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ChatTokens:
-    """The chat template of a model and the special tokens that it writes."""
-
-    chat_template: str | None
-    template_file: str = ""
-    named_tokens: tuple[tuple[str, str], ...] = ()
-    """The special tokens that templates refer to by name: (name, text)."""
-    leading_bos: str = ""
-    special: tuple[str, ...] = ()
-    """The texts of all special tokens."""
-    reads_parts: bool = False
-    """True for a vision-language model, whose template reads contents as lists of parts."""
-    picture: tuple[str, str] = ("", "")
-    """The template's text for a picture, and the text that the family writes in its place."""
-    stop_tokens: tuple[str, ...] = ()
-    """The texts of the tokens at which the model stops, longest first."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
     """A rendered text and its supervised spans."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError, shown
-from crosstune.data.render.types import ChatTokens
 from crosstune.data.tokens.trials import try_template, try_tokenizer
 from crosstune.estimate.vision_families import FAMILIES, Vision, read_vision
 from crosstune.files.json_fields import (
@@ -165,19 +164,18 @@ class Tokenizer:
         return self.bos_token if self.adds_bos and self.bos_token else ""
 
     @cached_property
-    def chat_tokens(self) -> ChatTokens:
-        """The tokens that rendering a conversation needs."""
+    def stop_tokens(self) -> tuple[str, ...]:
+        """The texts of the tokens at which the model stops, longest first."""
         stops = {self.decode([token], keep_special=True) for token in self.stop_ids} - {""}
-        return ChatTokens(
-            chat_template=self.chat_template,
-            template_file=self.template_file,
-            named_tokens=tuple(self.named_tokens.items()),
-            leading_bos=self.leading_bos,
-            special=self.special,
-            reads_parts=self.reads_parts,
-            picture=_written(self.vision),
-            stop_tokens=tuple(sorted(stops, key=lambda text: (-len(text), text))),
-        )
+        return tuple(sorted(stops, key=lambda text: (-len(text), text)))
+
+    @property
+    def picture(self) -> tuple[str, str]:
+        """The template's text for a picture, and the text that the family writes in its place."""
+        if self.vision is None or not self.vision.family.around:
+            return "", ""
+        text, around = self.vision.family.placeholder, self.vision.family.around
+        return text, f"{around}{text}{around}"
 
     @property
     def named_tokens(self) -> dict[str, str]:
@@ -230,13 +228,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         with _readable_panics("The model's tokenizer"):
             return str(self.rust.decode(list(ids), skip_special_tokens=not keep_special))
-
-
-def _written(vision: Vision | None) -> tuple[str, str]:
-    if vision is None or not vision.family.around:
-        return "", ""
-    text, around = vision.family.placeholder, vision.family.around
-    return text, f"{around}{text}{around}"
 
 
 def _read_tokenizer(folder: Path) -> bytes:

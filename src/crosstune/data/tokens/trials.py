@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import sys
 from pathlib import Path
+from typing import Any
 
 from crosstune.config.load import cache_base
 from crosstune.core.errors import UserError
@@ -74,18 +75,20 @@ def _encode_texts(raw: bytes) -> None:
 def _render_conversations(raw: bytes) -> None:
     """Render short and long conversations. A template may reject some of them; reading the data reports that."""
     from crosstune.data.render.answer_spans import render_text
-    from crosstune.data.render.types import ChatTokens, Message
+    from crosstune.data.render.types import Message
+    from crosstune.data.tokens.tokenizer import Tokenizer
 
     turns: list[Message] = [
         {"role": "user", "content": "What is 2 + 2?"},
         {"role": "assistant", "content": "It is 4."},
     ]
     tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
-    tokens = ChatTokens(chat_template=raw.decode("utf-8"))
+    without: Any = {"rust": None, "bos_token": None, "eos_token": None, "pad_id": 0, "stop_ids": frozenset()}
+    tokenizer = Tokenizer(chat_template=raw.decode("utf-8"), **without)
     for messages in (turns[:1], turns, turns * 20, [{"role": "system", "content": "Be brief."}, *turns]):
         for tools in (None, [tool]):
             try:
-                render_text(messages, tokens, add_generation_prompt=len(messages) == 1, tools=tools)
+                render_text(messages, tokenizer, add_generation_prompt=len(messages) == 1, tools=tools)
             except UserError as error:
                 if isinstance(error.__cause__, MemoryError):
                     sys.exit("it needs too much memory.")
