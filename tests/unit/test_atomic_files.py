@@ -226,9 +226,10 @@ def test_where_names_cannot_be_swapped(
         renamex_np = renameat2
 
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object() if code is None else Refuses())
-    one, other = make(tmp_path / "one", "1"), make(tmp_path / "other", "2")
+    new, target, aside = make(tmp_path / "new", "new"), make(tmp_path / "target", "old"), tmp_path / "aside"
     if code == errno.EACCES:
         with pytest.raises(PermissionError):
-            atomic_files._swap(one, other)
+            atomic_files.put_in_place(new, target, aside=aside)
     else:
-        assert atomic_files._swap(one, other) is False
+        atomic_files.put_in_place(new, target, aside=aside)
+        assert [(path / "word").read_text() for path in (target, aside)] == ["new", "old"]

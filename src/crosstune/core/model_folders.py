@@ -64,13 +64,7 @@ class WeightForm:
 
     def spec(self) -> QuantSpec:
         """Return the quantization; only for a form that is not plain."""
-        return QuantSpec(
-            quantizer=self.quantizer,
-            bits=self.bits,
-            group_size=self.group_size,
-            kind=self.kind,
-            double=self.double,
-        )
+        return QuantSpec(**{name: value for name, value in vars(self).items() if name != "dtype"})
 
 
 @dataclass(frozen=True, kw_only=True)

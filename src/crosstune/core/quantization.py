@@ -99,7 +99,7 @@ def _read(module: ModuleType, name: str, engine: str) -> Quantizer:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantSpec:
-    """Everything that quantized numbers depend on."""
+    """Everything that quantized numbers depend on: every field, if this installation lacks the quantizer."""
 
     quantizer: str
     bits: int
@@ -135,24 +135,20 @@ class QuantSpec:
 
     def resolved_kind(self) -> str:
         """Return the kind with `auto` resolved to the library's default."""
-        declared = self._declared()
+        declared = find_quantizer(self.quantizer)
         if declared is None or (declared.takes_kind and self.kind != "auto"):
             return self.kind
         return declared.usual_kinds.get(self.bits, "int")
 
     def has_groups(self) -> bool:
         """Return True if the group size changes the numbers."""
-        declared = self._declared()
+        declared = find_quantizer(self.quantizer)
         return declared is None or self.bits not in declared.bits_by_row
 
     def has_double(self) -> bool:
         """Return True if the scales can be quantized too."""
-        declared = self._declared()
+        declared = find_quantizer(self.quantizer)
         return declared is None or self.bits in declared.bits_with_double_quant
-
-    def _declared(self) -> Quantizer | None:
-        """Return the quantizer's declaration, or None if this installation lacks it; every field then changes the numbers."""
-        return find_quantizer(self.quantizer)
 
     def meaning(self) -> QuantSpec:
         """Return a copy in which every field that does not change the numbers has a fixed value."""
@@ -168,7 +164,7 @@ class QuantSpec:
         """Describe the quantization and the fields that change its numbers."""
         parts = [f"{self.quantizer} with {self.bits} bits"]
         parts += [f"groups of {self.group_size}"] if self.has_groups() else []
-        declared = self._declared()
+        declared = find_quantizer(self.quantizer)
         parts += [f"kind {self.resolved_kind()}"] if declared is None or declared.takes_kind else []
         parts += ["scales quantized too" if self.double else "plain scales"] if self.has_double() else []
         parts += [f"without {len(self.kept)} layers such as {self.kept[0]}"] if self.kept else []

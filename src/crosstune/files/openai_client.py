@@ -34,8 +34,6 @@ _ADVICE = {
     429: "try again later",
     503: "wait until the server has loaded its model, then try again",
 }
-_OTHER_NAMES = {"repetition_penalty": ("repetition_penalty", "repeat_penalty")}
-"""Sampling setting -> its names in servers: llama.cpp has its own for some."""
 
 
 class ServerAway(UserError):
@@ -67,7 +65,8 @@ class ServerModel:
         asked |= {"max_tokens": max_new_tokens, "temperature": sampling.temperature, "seed": sampling.seed}
         for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
             if (value := getattr(sampling, name)) != getattr(GREEDY, name):
-                asked |= dict.fromkeys(_OTHER_NAMES.get(name, (name,)), value)
+                asked[name] = value
+                asked |= {"repeat_penalty": value} if name == "repetition_penalty" else {}  # for llama.cpp
         parts = []
         with _open(f"{self.url}/chat/completions", self.api_key, data=asked, wait_s=WAIT_S) as answer:
             for text in _read_stream(answer, self.url, self.api_key):

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import GGUF_BLOCKS as BLOCKS
 from crosstune.core.quantization import GGUF_PLAIN as PLAIN
-from crosstune.core.quantization import GGUF_RECIPES
 from crosstune.core.quantization import GGUF_RECIPES as RECIPES
 from crosstune.models import llama_cpp
 from crosstune.models.folder import read_config_json, weight_files
@@ -181,7 +180,7 @@ def write_gguf(
     type are copied from `similar`, a file of this model with the same `importance`. Unless `adds_bos`, llama.cpp adds no BOS
     token to prompts."""
     require_gguf(str(path))
-    if kind in GGUF_RECIPES or importance is not None:
+    if kind in RECIPES or importance is not None:
         llama_cpp.require_llama_cpp(f"Cannot write {path.name} with {kind} weights.")
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType
 
@@ -285,7 +284,7 @@ def check_gguf(folder: Path, kind: str) -> list[str]:
     Return warnings."""
     family, config = read_family(folder, read_config_json(folder))
     splitting, warnings = find_kind(folder, read_tokenizer(folder)), []
-    if kind in GGUF_RECIPES:
+    if kind in RECIPES:
         llama_cpp.require_llama_cpp(f"Cannot write {kind} weights.")
     if not is_readable(folder):
         llama_cpp.require_llama_cpp(

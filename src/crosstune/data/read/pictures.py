@@ -149,7 +149,11 @@ def open_picture(reference: Any, folder: Path | None, *, decode: bool = True) ->
         path, name = None, "in the row"
         raw = found if isinstance(found, bytes) else _decode_text(found.partition(",")[2])
         if len(raw) > MOST_BYTES:
-            raise _too_large_file(name, len(raw))
+            raise UserError(
+                f"The picture {name} has {len(raw) >> 20} MiB.",
+                why=f"at most {MOST_BYTES >> 20} MiB are read.",
+                do="save it smaller",
+            )
     _, (width, height), is_animated = _decode(raw, name, pixels=decode)
     return Picture(
         width=width,
@@ -270,14 +274,6 @@ def _decode(raw: bytes, name: str, *, pixels: bool = True) -> tuple[Image, tuple
         raise UserError(
             f"The picture {name} cannot be decoded.", why=why, do=f"save it again as one of: {known}"
         ) from error
-
-
-def _too_large_file(name: str, size: int) -> UserError:
-    return UserError(
-        f"The picture {name} has {size >> 20} MiB.",
-        why=f"at most {MOST_BYTES >> 20} MiB are read.",
-        do="save it smaller",
-    )
 
 
 def _count(number: int, word: str) -> str:
