@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from crosstune.core.errors import UserError
-from crosstune.data.tokens import trials
+from crosstune.data.tokens import tokenizer as reader
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.adapter_choice import AdapterSettings, Targets
 from crosstune.models.adapter_files import PEFT_WEIGHTS, load_adapter, read_settings, save_adapter
@@ -202,7 +202,7 @@ def test_a_tokenizer_that_would_hang_or_grow_is_refused(
 ) -> None:
     monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        trials, "run_limited", lambda *words, **limits: run_limited(*words, **limits | ONE_SECOND)
+        reader, "run_limited", lambda *words, **limits: run_limited(*words, **limits | ONE_SECOND)
     )
     folder = hostile(tiny_model, tmp_path / "model", **parts)
     with pytest.raises(UserError, match=words) as caught:
@@ -223,7 +223,7 @@ def test_a_template_of_a_model_that_would_hang_or_grow_is_refused(
 ) -> None:
     monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        trials, "run_limited", lambda *words, **limits: run_limited(*words, **limits | ONE_SECOND)
+        reader, "run_limited", lambda *words, **limits: run_limited(*words, **limits | ONE_SECOND)
     )
     folder = hostile(tiny_model, tmp_path / "model")
     (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -249,7 +249,7 @@ def test_a_tokenizer_with_its_own_pattern_is_tried_once(
     assert Tokenizer.from_folder(folder).encode("Hello there").ids
     [verdict] = (tmp_path / "cache" / "tokenizers").iterdir()
     assert verdict.stat().st_size == 0
-    monkeypatch.setattr("crosstune.data.tokens.trials.run_limited", None)  # a second trial would fail
+    monkeypatch.setattr("crosstune.data.tokens.tokenizer.run_limited", None)  # a second trial would fail
     assert Tokenizer.from_folder(folder).encode("Hello there").ids
 
 

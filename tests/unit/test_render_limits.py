@@ -14,7 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.data.render.built_in_templates import read_template
 from crosstune.data.render.rendering import render, render_conversation
 from crosstune.data.render.types import Rendered
-from crosstune.data.tokens import trials
+from crosstune.data.tokens import tokenizer as reader
 from crosstune.data.tokens.tokenizer import Tokenizer
 
 FILE = "/models/some/chat_template.jinja"
@@ -62,12 +62,12 @@ def test_a_template_file_that_exceeds_a_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path / "cache"))
-    run = trials.run_limited
+    run = reader.run_limited
 
     def limited(*words: Any, **settings: Any) -> bytes:
         return run(*words, **settings | {"cpu_seconds": 1})
 
-    monkeypatch.setattr(trials, "run_limited", limited)
+    monkeypatch.setattr(reader, "run_limited", limited)
     path = tmp_path / "hostile.jinja"
     path.write_text({**ENDLESS, **HUGE}[name])
     with pytest.raises(UserError, match=str(path)) as caught:
@@ -80,7 +80,7 @@ def test_a_good_template_file_is_tried_once(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "mine.jinja"
     path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{{ raise_exception('no') }}")
     assert read_template(str(path)) == path.read_text()
-    monkeypatch.setattr(trials, "run_limited", None)  # a second trial would fail
+    monkeypatch.setattr(reader, "run_limited", None)  # a second trial would fail
     assert read_template(str(path)) == path.read_text()
 
 

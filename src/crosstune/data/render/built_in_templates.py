@@ -7,8 +7,7 @@ from pathlib import Path
 from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
 from crosstune.data.render.types import PLAIN_TEMPLATE
-from crosstune.data.tokens.tokenizer import TEMPLATE_LIMIT
-from crosstune.data.tokens.trials import try_template
+from crosstune.data.tokens.tokenizer import TEMPLATE_LIMIT, try_template
 from crosstune.files.plain_files import UnreadableFile, read_plain_text
 
 # For formats without a system turn: write the system's instructions at the start of the next user turn.

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from crosstune.config.load import cache_base
 from crosstune.core.errors import UserError, shown
-from crosstune.data.tokens.trials import try_template, try_tokenizer
 from crosstune.estimate.vision_families import FAMILIES, Vision, read_vision
 from crosstune.files.json_fields import (
     NOTHING,
@@ -23,12 +23,16 @@ from crosstune.files.json_fields import (
 )
 from crosstune.files.json_files import object_of, read_json
 from crosstune.files.plain_files import MissingFile, UnreadableFile, read_plain, read_plain_text
+from crosstune.process.limited_child import run_limited
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as RustTokenizer
 
 GENERATION = "generation_config.json"
+_TRIALS = "crosstune.data.tokens.trials"
+_TRIALS_VERSION = 1
+"""Increase when a trial changes, so that everything is tried again."""
 TOKENIZER_LIMIT = 256 << 20
 TEMPLATE_LIMIT = 4 << 20
 _TOKEN = TEXT | NOTHING | object_with({"content": TEXT})
@@ -245,6 +249,42 @@ def _read_tokenizer(folder: Path) -> bytes:
     if any(_may_be_slow(tokenizer.get(stage)) for stage in _STAGES):
         try_tokenizer(raw, path=path)
     return raw
+
+
+def try_tokenizer(raw: bytes, *, path: Path) -> None:
+    """Raise a UserError unless the tokenizer loads and encodes a few long strings in time."""
+    _try("tokenizers", raw, path=path, cpu_seconds=10, memory_bytes=4 << 30)
+
+
+def try_template(raw: bytes, *, path: Path) -> None:
+    """Raise a UserError when a chat template renders ordinary conversations beyond the limits."""
+    _try("templates", raw, path=path, cpu_seconds=5, memory_bytes=1 << 30)
+
+
+def _try(kind: str, raw: bytes, *, path: Path, cpu_seconds: int, memory_bytes: int) -> None:
+    """Run a trial. A pass is recorded by the file's hash in crosstune's cache folder."""
+    passed = _verdict(kind, hashlib.sha256(raw).hexdigest())
+    if passed is not None and passed.is_file():
+        return
+    run_limited(
+        _TRIALS,
+        f"{kind}\n".encode() + raw,
+        what=f"{path} cannot be used.",
+        do=f"download or copy the file again, or use different {kind}",
+        cpu_seconds=cpu_seconds,
+        memory_bytes=memory_bytes,
+    )
+    if passed is not None:
+        with contextlib.suppress(OSError):  # without a cache, it is tried again next time
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.touch()
+
+
+def _verdict(kind: str, digest: str) -> Path | None:
+    try:
+        return cache_base() / kind / f"{digest}-{_TRIALS_VERSION}"
+    except UserError:  # no home folder
+        return None
 
 
 def _may_be_slow(value: Any) -> bool:

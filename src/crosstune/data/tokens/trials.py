@@ -1,57 +1,14 @@
-"""Try a tokenizer.json or a chat template in a child process with limits on time and memory, once for each content."""
+"""Try a tokenizer.json or a chat template: the program of the child process that `tokenizer.py` starts with limits."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import sys
-from pathlib import Path
 from typing import Any
 
-from crosstune.config.load import cache_base
 from crosstune.core.errors import UserError
-from crosstune.process.limited_child import run_limited
 
-_VERSION = 1
-"""Increase when a trial changes, so that everything is tried again."""
 _LENGTH = 3000
 """Characters of a trial text, as in a usual row: a pattern that needs quadratic time on it is too slow."""
-
-
-def try_tokenizer(raw: bytes, *, path: Path) -> None:
-    """Raise a UserError unless the tokenizer loads and encodes a few long strings in time."""
-    _try("tokenizers", raw, path=path, cpu_seconds=10, memory_bytes=4 << 30)
-
-
-def try_template(raw: bytes, *, path: Path) -> None:
-    """Raise a UserError when a chat template renders ordinary conversations beyond the limits."""
-    _try("templates", raw, path=path, cpu_seconds=5, memory_bytes=1 << 30)
-
-
-def _try(kind: str, raw: bytes, *, path: Path, cpu_seconds: int, memory_bytes: int) -> None:
-    """Run a trial. A pass is recorded by the file's hash in crosstune's cache folder."""
-    passed = _verdict(kind, hashlib.sha256(raw).hexdigest())
-    if passed is not None and passed.is_file():
-        return
-    run_limited(
-        __name__,
-        f"{kind}\n".encode() + raw,
-        what=f"{path} cannot be used.",
-        do=f"download or copy the file again, or use different {kind}",
-        cpu_seconds=cpu_seconds,
-        memory_bytes=memory_bytes,
-    )
-    if passed is not None:
-        with contextlib.suppress(OSError):  # without a cache, it is tried again next time
-            passed.parent.mkdir(parents=True, exist_ok=True)
-            passed.touch()
-
-
-def _verdict(kind: str, digest: str) -> Path | None:
-    try:
-        return cache_base() / kind / f"{digest}-{_VERSION}"
-    except UserError:  # no home folder
-        return None
 
 
 def trial_texts() -> list[str]:
