@@ -34,10 +34,9 @@ def test_bad_settings_are_named_together_and_when_changed() -> None:
             backend="mpi",
             min_num_params=0,
             compute_dtype=torch.int8,
-            cpu_offload="yes",  # type: ignore[arg-type]
             world_size=1.5,  # type: ignore[arg-type]
         )
-    assert len(caught.value.problems) == 6
+    assert len(caught.value.problems) == 5
     config = MPSFSDPConfig()
     for name, value in (("backward_prefetch", "SOON"), ("rank", -1), ("unified_memory_pool_size", 0)):
         with pytest.raises(UserError, match=name):
@@ -67,8 +66,6 @@ def test_settings_without_effect_are_warned_about(monkeypatch: pytest.MonkeyPatc
         wrapper.wrap_model(Classifier())
     assert len(wrapper.adjustments) == 4 <= len(caught)
     assert "PYTORCH_ENABLE_MPS_FALLBACK=1" in wrapper.adjustments[3]
-    with pytest.raises(UserError, match="fallback_to_cpu_ops"):
-        config.fallback_to_cpu_ops = "aten::sort"
 
 
 def test_policies_of_torch_choose_the_layers() -> None:

@@ -87,75 +87,47 @@ class MPSFSDPConfig:
 
 def _read(name: str, value: Any) -> Any:
     """Return a setting in the type that the code uses; raise UserError for an invalid value."""
-    read, why, do = _SETTINGS.get(name, (_one_of({}, True, False), "", "use True or False"))
-    try:
-        return read(value)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{name}={shown(value)} cannot be used.", why=why, do=do) from error
-
-
-def _one_of(names: Mapping[str, Any], *others: Any) -> Callable[[Any], Any]:
-    """Return a reader of some values, given by name or themselves."""
-
-    def read(value: Any) -> Any:
-        if isinstance(value, str):
-            return names[value.strip().upper().removeprefix("TORCH.")]
-        allowed = [*names.values(), *others]
-        return allowed[allowed.index(value)]
-
-    return read
-
-
-def _text(value: Any) -> str:
-    if "://" not in value:
-        raise ValueError
-    return str(value)
-
-
-def _operators(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
-        raise ValueError
-    return tuple(value)
-
-
-def _count(least: int, *others: Any) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if value in others:
+    why = ""
+    if name in _LEAST:
+        if name == "unified_memory_pool_size" and value is None:
+            return None
+        if isinstance(value, (int, float)) and _LEAST[name] <= value == int(value):
+            return int(value)
+        do = f"use an integer from {_LEAST[name]}"
+    elif name in _CHOICES:
+        names, why, do = _CHOICES[name]
+        if isinstance(value, str) and (key := value.strip().upper().removeprefix("TORCH.")) in names:
+            return names[key]
+        if value in names.values():
             return value
-        if isinstance(value, bool) or value != int(value) or value < least:
-            raise ValueError
-        return int(value)
-
-    return read
+    else:
+        return value
+    raise UserError(f"{name}={shown(value)} cannot be used.", why=why, do=do)
 
 
-_SETTINGS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+_LEAST = {"min_num_params": 1, "world_size": 1, "rank": 0, "unified_memory_pool_size": 1}
+_CHOICES: dict[str, tuple[Mapping[str, Any], str, str]] = {
     "sharding_strategy": (
-        _one_of({member.name: member for member in _STRATEGIES}),
+        {member.name: member for member in _STRATEGIES},
         "a Mac has one GPU, so hybrid sharding within a machine would leave the model whole.",
         "use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD, as a name or a member of ShardingStrategy",
     ),
     "backward_prefetch": (
-        _one_of({member.name: member for member in BackwardPrefetch}, None),
+        {"NONE": None, **{member.name: member for member in BackwardPrefetch}},
         "",
         "use BACKWARD_PRE, BACKWARD_POST or None",
     ),
     **dict.fromkeys(
         ("compute_dtype", "reduce_dtype", "buffer_dtype"),
-        (_one_of(_DTYPES), "", "use torch.float16, torch.bfloat16 or torch.float32"),
+        (_DTYPES, "", "use torch.float16, torch.bfloat16 or torch.float32"),
     ),
     "backend": (
-        _one_of({"GLOO": "gloo"}),
+        {"GLOO": "gloo"},
         "MPS has no collective library: NCCL needs NVIDIA GPUs. Collectives go through host memory and gloo.",
         "use backend='gloo'; on NVIDIA GPUs train with: crosstune train --world_size N",
     ),
-    "init_method": (_text, "", "use env://, tcp://HOST:PORT or file:///PATH"),
-    **dict.fromkeys(("min_num_params", "world_size"), (_count(1), "", "use an integer from 1")),
-    "rank": (_count(0), "", "use an integer from 0"),
-    "unified_memory_pool_size": (_count(1, None), "", "use an integer from 1, or None"),
-    "fallback_to_cpu_ops": (_operators, "", "use a list of names such as ['aten::sort']"),
 }
-"""Setting -> (reader, reason to reject other values, advice); all others are flags."""
+"""Setting -> (values by name, reason to reject others, advice)."""
 
 
 Policy = Callable[..., bool]
