@@ -12,10 +12,11 @@ import psutil
 import torch
 from torch.distributed.fsdp import ShardingStrategy
 
+from crosstune.backends._host import memory_bytes
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
-from crosstune.compat.torch_parts.fsdp_model import free_cache
 from crosstune.core.errors import UserError
 from crosstune.estimate.memory import GIB
+from crosstune.torch_engine.device import clear_cache, read_memory, reset_peak
 from crosstune.torch_engine.probe import allocated_bytes
 
 STATE_SHARE, GATHERED_SHARE = 5 / 8, 15 / 32
@@ -28,12 +29,11 @@ class MemoryProfile:
 
     before_bytes: int
     after_bytes: int = 0
-    peak_bytes: int | None = None
-    """None if the device counts no peak."""
+    peak_bytes: int = 0
 
     def __str__(self) -> str:
-        peak = "" if self.peak_bytes is None else f", peak {self.peak_bytes / GIB:.3f}"
-        return f"memory: {self.before_bytes / GIB:.3f} -> {self.after_bytes / GIB:.3f} GiB{peak}"
+        before, after, peak = (size / GIB for size in (self.before_bytes, self.after_bytes, self.peak_bytes))
+        return f"memory: {before:.3f} -> {after:.3f} GiB, peak {peak:.3f}"
 
 
 class MemoryOptimizer:
@@ -68,7 +68,7 @@ class MemoryOptimizer:
     def cleanup(self) -> None:
         """Collect garbage and return cached memory to the system."""
         gc.collect()
-        free_cache(self.device)
+        clear_cache(self.device)
 
 
 def device_bytes(device: torch.device) -> int:
@@ -76,42 +76,31 @@ def device_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     if device.type == "cpu":
-        return int(psutil.virtual_memory().total)
+        return memory_bytes()[0]
     return int(torch.get_device_module(device.type).mem_get_info()[1])
 
 
-def used_bytes(device: torch.device) -> tuple[int, int]:
-    """Return allocated and reserved bytes; on the CPU both are the memory of the process."""
-    if device.type == "cpu":
-        resident = int(psutil.Process().memory_info().rss)
-        return resident, resident
-    return allocated_bytes(device.type)
-
-
 def memory_stats(device: torch.device) -> dict[str, Any]:
-    allocated, reserved = used_bytes(device)
-    total = device_bytes(device)
+    """Return the memory of a device in GiB; on the CPU, allocated and reserved are the memory of the process."""
+    process, total = psutil.Process().memory_info().rss, device_bytes(device)
+    allocated, reserved = (process, process) if device.type == "cpu" else allocated_bytes(device.type)
     return {
         "device": device.type,
         "allocated_gb": allocated / GIB,
         "reserved_gb": reserved / GIB,
         "total_gb": total / GIB,
         "free_gb": max(0.0, (total - reserved) / GIB),
-        "process_gb": psutil.Process().memory_info().rss / GIB,
+        "process_gb": process / GIB,
     }
 
 
 @contextmanager
 def measure(device: torch.device) -> Iterator[MemoryProfile]:
-    module = torch.get_device_module(device.type)
-    counts_peak = hasattr(module, "max_memory_allocated")
-    if counts_peak:
-        module.reset_peak_memory_stats()
-    profile = MemoryProfile(before_bytes=used_bytes(device)[0])
+    reset_peak(device)
+    profile = MemoryProfile(before_bytes=read_memory(device).used_bytes)
     try:
         yield profile
     finally:
-        if hasattr(module, "synchronize"):
-            module.synchronize()
-        profile.after_bytes = used_bytes(device)[0]
-        profile.peak_bytes = int(module.max_memory_allocated()) if counts_peak else None
+        torch.get_device_module(device.type).synchronize()
+        now = read_memory(device)
+        profile.after_bytes, profile.peak_bytes = now.used_bytes, now.peak_bytes

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
 from crosstune.core.errors import UserError
 from crosstune.torch_engine.capabilities import DTYPES, working_dtypes
+from crosstune.torch_engine.device import clear_cache
 from crosstune.torch_engine.quantized import StoredWeight
 from crosstune.torch_engine.sharding.local_shard import free_gathered, local_part, sharded_modules
 from crosstune.torch_engine.sharding.shard import REPLICAS, SHARDS, STRATEGIES, shard
@@ -296,16 +297,9 @@ def _finish(model: nn.Module, config: MPSFSDPConfig, device: torch.device) -> No
 
     model._apply = apply_on_device
     if config.aggressive_memory_optimization:
-        model.register_forward_pre_hook(lambda module, inputs: free_cache(device))
+        model.register_forward_pre_hook(lambda module, inputs: clear_cache(device))
     if config.debug_mode:
         _log_passes(model)
-
-
-def free_cache(device: torch.device) -> None:
-    """Return torch's cached memory to the system."""
-    empty = getattr(torch.get_device_module(device.type), "empty_cache", None)
-    if empty is not None:
-        empty()
 
 
 def _log_passes(model: nn.Module) -> None:
