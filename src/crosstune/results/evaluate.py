@@ -94,7 +94,9 @@ def evaluate(request: EvalRequest, *, observer: Observer) -> list[dict[str, Any]
                         precision=request.precision,
                         chats=False,
                     )
-                    _check_template(target, chat_model, request)
+                    if request.chat_template and chat_model.tokenizer.chat_template is None:
+                        do = "remove --chat, to evaluate with plain prompts"
+                        raise UserError(f"{target} has no chat template.", do=do)
                 with _open_journal(place, facts, observer) as journal:
                     show = _progress(observer, side, asked)
                     answers = Answers(journal, show)
@@ -183,11 +185,6 @@ def _explained(task: str) -> Iterator[None]:
             why=f"{type(error).__name__}: {error}",
             do="check the task's file, and for a task of the harness that its dataset can be downloaded",
         ) from error
-
-
-def _check_template(target: str, chat_model: ChatModel, request: EvalRequest) -> None:
-    if request.chat_template and chat_model.tokenizer.chat_template is None:
-        raise UserError(f"{target} has no chat template.", do="remove --chat, to evaluate with plain prompts")
 
 
 def _run_task(task: str, model: Any, index: Any, request: EvalRequest) -> Iterator[dict[str, Any]]:

@@ -93,10 +93,9 @@ def export(
             report["original"] = original_record(opened.model, held, None)
         warnings += [*source.report.get("warnings", ()), *report.pop("said", ())]
         report |= {"to": form.to, "warnings": warnings, **(facts or {})}
-        problems = [
-            *report.pop("problems", ()),
-            *_chat_problems(opened, report.pop("reread", None if as_gguf else stage.result)),
-        ]
+        problems = list(report.pop("problems", ()))
+        if reread := report.pop("reread", None if as_gguf else stage.result):  # llama.cpp compares its own
+            problems += chat_problems(opened.tokenizer_folder, reread)
         write_json(stage.result / RECORD, {"exported": report})
         by_mlx = form.to == "mlx" and opened.engine.reader != report.get("checked_by")
         refuse_unverified(report | {"problems": problems}, out, do=_NOT_FOR_MLX if by_mlx else None)
@@ -105,11 +104,6 @@ def export(
             shutil.rmtree(stage.result)
             (stage.scratch / "file").rename(stage.result)
     return report | {"path": str(out)}
-
-
-def _chat_problems(opened: Opened, folder: Path | None) -> list[str]:
-    """Describe how the written tokenizer differs; a GGUF file that only llama.cpp reads is compared there."""
-    return [] if folder is None else chat_problems(opened.tokenizer_folder, folder)
 
 
 def _make_dense(stage: Stage, opened: Opened, request: Request, observer: Observer) -> DenseModel:

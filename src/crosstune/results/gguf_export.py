@@ -298,15 +298,8 @@ def _go_template(tokenizer: Tokenizer) -> tuple[str, str] | None:
     pieces, done = dict[str, tuple[str, str]](), ""
     for turn, now in zip(turns, whole, strict=True):
         before, found, after = now.removeprefix(done).partition(turn["content"])
-        if (
-            not now.startswith(done)
-            or not found
-            or pieces.setdefault(turn["role"], (before, after))
-            != (
-                before,
-                after,
-            )
-        ):
+        is_same = pieces.setdefault(turn["role"], (before, after)) == (before, after)
+        if not now.startswith(done) or not found or not is_same:
             return None
         done = now
     start = asked.removeprefix(done)

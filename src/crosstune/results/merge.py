@@ -92,9 +92,8 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
     stored = stored_format(folder)
     observer.on_event(Preparing(doing="comparing the merged model"))
     others = {name: weights for name, weights in choices.items() if name != into}
-    if stored in ("bf16", "fp16") and not trained.settings.get(
-        "modules_to_save"
-    ):  # these may have other shapes
+    # Modules trained in full may have other shapes.
+    if stored in ("bf16", "fp16") and not trained.settings.get("modules_to_save"):
         others["base"] = replace(choices[into], adapter=None)
     own, found = engine.variant_logits(folder, opened.prompts, others)
     report: dict[str, Any] = {

@@ -33,7 +33,7 @@ from crosstune.runs.open_parts import find_base, open_session
 from crosstune.runs.open_recipe import open_recipe
 from crosstune.runs.restore import (
     check_loss_change,
-    check_model,
+    check_same_model,
     compare_losses,
     measure_loss,
     restored_config,
@@ -126,7 +126,7 @@ def move(
 def _open_side(checkpoint: Checkpoint, backend: str, observer: Observer, model_name: str | None) -> Side:
     plan = make_plan(restored_config(checkpoint, backend=backend, model_name=model_name))
     model = find_base(plan.config, checkpoint, observer)
-    check_model(checkpoint, model)
+    check_same_model(checkpoint, model)
     plan = make_plan(plan.config, machine=plan.machine, base=checkpoint.manifest.base_choice)
     return Side(plan=plan, model=model, recipe=open_recipe(plan.config, model, observer))
 

@@ -132,7 +132,7 @@ def restored_config(checkpoint: Checkpoint, *, backend: str, model_name: str | N
     return make_config(**kept | {"backend": backend, "precision": precision})
 
 
-def check_model(checkpoint: Checkpoint, model: ModelFolder | None) -> None:
+def check_same_model(checkpoint: Checkpoint, model: ModelFolder | None) -> None:
     """Raise if the checkpoint was trained from a different base."""
     if model is None:  # the recipe builds its own
         return
@@ -153,7 +153,7 @@ def open_restored(
     config = restored_config(checkpoint, backend=backend, model_name=model_name)
     plan = make_plan(config, base=checkpoint.manifest.base_choice)
     model = find_base(plan.config, checkpoint, observer)
-    check_model(checkpoint, model)
+    check_same_model(checkpoint, model)
     # A causal language model opens without its data; a recipe's own model may depend on it.
     task = None if model is not None else open_recipe(plan.config, model, observer).task(plan.engine)
     session = open_session(plan, model, task=task)

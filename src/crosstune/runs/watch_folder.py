@@ -33,7 +33,7 @@ class FolderWatch:
             return self.error
         now = _path_of(self._handle)
         what = f"renamed to {now}" if now is not None else "removed"
-        if now is None and not (_was_removed(self._handle) and _make(self.folder)):
+        if now is None and not self._recreate():
             return None  # the disk was lost: the next write fails, and nothing is written elsewhere
         place = now or self.folder
         self.error = FolderGone(
@@ -43,6 +43,14 @@ class FolderWatch:
         )
         self._on_lost(place)
         return self.error
+
+    def _recreate(self) -> bool:
+        """Make the folder again if it was deleted; a folder on a lost disk still has links."""
+        with contextlib.suppress(OSError):
+            if self._handle is not None and os.fstat(self._handle).st_nlink == 0:
+                self.folder.mkdir(exist_ok=True)
+                return True
+        return False
 
     def close(self) -> None:
         handle, self._handle = self._handle, None
@@ -54,19 +62,6 @@ def _is_same(folder: Path, handle: int) -> bool:
     with contextlib.suppress(OSError):
         return os.path.samestat(folder.stat(), os.fstat(handle))
     return False
-
-
-def _was_removed(handle: int) -> bool:
-    """Return True if an open folder was deleted; a folder on a lost disk still has links."""
-    with contextlib.suppress(OSError):
-        return os.fstat(handle).st_nlink == 0
-    return False
-
-
-def _make(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        folder.mkdir(exist_ok=True)
-    return folder.is_dir()
 
 
 def _path_of(handle: int) -> Path | None:

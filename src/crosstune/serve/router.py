@@ -152,9 +152,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return False
         key, origin = self.server.api_key, self.headers.get("Origin")
         sent = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if key and not hmac.compare_digest(
-            sent.encode("latin-1"), key.encode()
-        ):  # headers are decoded as latin-1
+        # Headers are decoded as latin-1.
+        if key and not hmac.compare_digest(sent.encode("latin-1"), key.encode()):
             self._refuse(401, "The API key is missing or wrong.")
             return False
         if not key and origin is not None and not _is_own_page(_host_of(origin), host):
@@ -191,11 +190,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 return
             try:
                 self._copy(answer, name)
-            except (
-                http.client.HTTPException,
-                OSError,
-            ):  # the engine exited, or the client left: the answer is cut
-                self.close_connection = True
+            except (http.client.HTTPException, OSError):
+                self.close_connection = True  # the engine exited, or the client left: the answer is cut
 
     def _client_waits(self, engine: socket.socket) -> bool:
         """Wait until the engine answers; return False if the client disconnects first."""

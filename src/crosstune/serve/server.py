@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import secrets
-import socket
 import subprocess
 import tempfile
 import time
@@ -19,6 +18,7 @@ from crosstune.backends._host import memory_bytes
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Warned
+from crosstune.distributed.master import free_ports
 from crosstune.files.plain_files import readable_bytes
 from crosstune.models.folder import longest_context
 from crosstune.models.gguf_metadata import check_header
@@ -150,7 +150,7 @@ def _launch(prepared: Prepared, request: ServeRequest, *, num_models: int) -> La
         )
     return Launch(
         model=prepared,
-        port=_free_port(),
+        port=free_ports(1)[0],
         api_key=secrets.token_urlsafe(24),
         num_slots=request.num_slots,
         context_length=context,
@@ -169,12 +169,6 @@ def _with_unique_names(models: Sequence[Prepared]) -> list[Prepared]:
             name = f"{model.name}-{number}"
         named[name] = replace(model, name=name)
     return list(named.values())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True, kw_only=True)
