@@ -117,11 +117,11 @@ def test_backward_and_optimizer_are_seen_and_the_numbers_are_those_of_a_plain_ru
             result = train_step(watched, recipe.micro_batches(step), lr=1e-3)
         assert result.loss == pytest.approx(expected.loss, rel=1e-5)
         assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
-    seen = watch.seen.operators
+    seen = watch.operators
     assert {"aten::silu_backward", "aten::_log_softmax_backward_data"} <= seen.keys()
     assert "aten::addcdiv_" in seen
     assert not any("flash" in name for name in seen), "MPS has no such kernel"
-    assert not watch.seen.failing and not watch.seen.refused
+    assert not watch.failing and not watch.refused
 
 
 def test_float64_is_refused_and_named_with_its_place(tiny_model: Path, plant: Callable[[Wrap], None]) -> None:
@@ -156,9 +156,9 @@ def test_a_scalar_on_the_host_may_be_float64() -> None:
     watch = Watch("mps", quantizer="none", environment={})
     with watch.during("step"):
         torch.ones(2) * torch.tensor(0.5, dtype=torch.float64)
-        assert not watch.seen.refused
+        assert not watch.refused
         torch.ones(2).sum(dtype=torch.float64)
-    assert [operator for operator, _ in watch.seen.refused] == ["aten::sum"]
+    assert [operator for operator, _ in watch.refused] == ["aten::sum"]
 
 
 def test_an_operator_without_a_kernel_is_listed_as_falling_back(

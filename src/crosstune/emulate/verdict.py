@@ -113,15 +113,14 @@ def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Obs
 
 
 def _report(name: str, device: ModuleType, plan: Plan, watch: Any) -> dict[str, Any]:
-    seen = watch.seen
-    conditions = [text for dtype, text in device.CONDITIONS.items() if dtype in seen.dtypes]
-    odd = sorted(str(dtype) for dtype in seen.dtypes - device.TESTED - device.REFUSED)
+    conditions = [text for dtype, text in device.CONDITIONS.items() if dtype in watch.dtypes]
+    odd = sorted(str(dtype) for dtype in watch.dtypes - device.TESTED - device.REFUSED)
     conditions += [f"{dtype} is not among the dtypes that torch tests on {device.TITLE}" for dtype in odd]
     failing, fallen_back, custom = (
         sorted(found.values(), key=lambda row: -row["calls"])
-        for found in (seen.failing, seen.fallen_back, seen.custom)
+        for found in (watch.failing, watch.fallen_back, watch.custom)
     )
-    refused = list(seen.refused.values())  # in order: the first may cause the others
+    refused = list(watch.refused.values())  # in order: the first may cause the others
     slow = f", {len(fallen_back)} of its operators on the CPU" if fallen_back else ""
     verdict = f"this run should work on {device.TITLE}{slow}"
     if first := next(iter((*refused, *failing)), None):
@@ -133,8 +132,8 @@ def _report(name: str, device: ModuleType, plan: Plan, watch: Any) -> dict[str, 
         "machine": plan.machine.name,
         "works": first is None,
         "verdict": verdict,
-        "operators": len(seen.operators),
-        "calls": sum(seen.operators.values()),
+        "operators": len(watch.operators),
+        "calls": sum(watch.operators.values()),
         "refused": refused,
         "failing": failing,
         "fallen_back": fallen_back,

@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -43,11 +43,9 @@ def find_device(model: nn.Module | None = None) -> torch.device:
     return torch.device("cpu")
 
 
-def usable_dtype(
-    wanted: torch.dtype, device: torch.device, *, dtypes: Sequence[str] | None = None
-) -> torch.dtype:
+def usable_dtype(wanted: torch.dtype, device: torch.device) -> torch.dtype:
     """Return a dtype that computes correctly on the device: bfloat16 falls back to float16, and float16 to float32."""
-    works = working_dtypes(device.type, notes=[]) if dtypes is None else dtypes
+    works = working_dtypes(device.type, notes=[])
     order = {torch.bfloat16: ("bf16", "fp16"), torch.float16: ("fp16",)}.get(wanted, ())
     return next((DTYPES[name] for name in order if name in works), torch.float32)
 
