@@ -177,12 +177,8 @@ def _missing(name: str) -> list[str]:
 
 
 def _is_found(package: str) -> bool:
-    if "." in package:  # find_spec would import the parent package
-        parent, _, rest = package.partition(".")
-        found = importlib.util.find_spec(parent)
-        places = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
-        return any((place / rest.replace(".", "/")).is_dir() for place in places)
-    return importlib.util.find_spec(package) is not None
+    find = importlib.util.find_spec
+    return find(package.partition(".")[0]) is not None and find(package) is not None
 
 
 def is_gguf(target: str) -> bool:

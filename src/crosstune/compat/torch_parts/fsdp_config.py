@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy, size_based_auto_wrap_policy
 
-from crosstune.core.errors import UserError, raise_all, shown
+from crosstune.core.errors import UserError, shown
 from crosstune.core.names import unknown_name
 from crosstune.torch_engine.sharding.local_shard import find_blocks
 
@@ -62,26 +62,14 @@ class MPSFSDPConfig:
     profile_memory: bool = False
 
     def __post_init__(self) -> None:
-        problems = []
-        for entry in fields(self):
-            try:
-                object.__setattr__(self, entry.name, _read(entry.name, getattr(self, entry.name)))
-            except UserError as error:
-                problems.append(error)
-        if not problems and self.rank >= self.world_size:
+        if self.rank >= self.world_size:
             why = f"world_size={self.world_size} counts from 0."
-            problems.append(UserError(f"rank={self.rank} does not exist.", why=why))
-        raise_all(problems)
-        object.__setattr__(self, "_is_made", True)
+            raise UserError(f"rank={self.rank} does not exist.", why=why)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Check a setting that is changed later; an unknown name is an error, not a new attribute."""
-        if not hasattr(self, "_is_made"):
-            object.__setattr__(self, name, value)
-            return
-        names = [entry.name for entry in fields(self)]
-        if name not in names:
-            raise unknown_name("setting of MPSFSDPConfig", name, names)
+        """Check a setting; an unknown name is an error, not a new attribute."""
+        if name not in self.__dataclass_fields__:
+            raise unknown_name("setting of MPSFSDPConfig", name, self.__dataclass_fields__)
         object.__setattr__(self, name, _read(name, value))
 
 

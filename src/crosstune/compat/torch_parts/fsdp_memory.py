@@ -14,7 +14,6 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from crosstune.backends._host import memory_bytes
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
-from crosstune.core.errors import UserError
 from crosstune.estimate.memory import GIB
 from crosstune.torch_engine.device import clear_cache, read_memory, reset_peak
 from crosstune.torch_engine.probe import allocated_bytes
@@ -56,12 +55,6 @@ class MemoryOptimizer:
             return None  # torch has no pool for host memory
         if limit is None:
             return total
-        if limit > total:
-            raise UserError(
-                f"unified_memory_pool_size={limit / GIB:.1f} GiB is more than the device has.",
-                why=f"{self.device.type} may use {total / GIB:.1f} GiB.",
-                do="choose a smaller pool, or None",
-            )
         torch.get_device_module(self.device.type).set_per_process_memory_fraction(limit / total)
         return limit
 
