@@ -152,7 +152,7 @@ def check_plan(
                 if checked.data is not None and not checked.data.is_rough:
                     left = [each for each in checked.not_checked if not each.endswith(NOT_TOKENIZED)]
                     checked.not_checked[:] = left
-        elif not recipe.needs_base_model and recipe.check_data and not checked.is_missing(config.dataset):
+        elif recipe.check_data and not checked.is_missing(config.dataset):
             opened = open_recipe(plan.config, None, Observers())
             parameters = opened.describe().get("model_parameters")
             checked.own_model = OwnModel(

@@ -12,7 +12,6 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.machines.probe import probe_machine
-from crosstune.models.folder import weight_files
 from crosstune.results.vllm import adapter_words, why_merged
 from crosstune.runs.trained_folder import Trained
 from crosstune.serve.router import LOOPBACK
@@ -34,11 +33,6 @@ class Prepared:
     """An adapter on top of `path`; only for vLLM."""
     rank: int = 0
     tokenizer: Path | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        files = [self.path] if self.path.is_file() else weight_files(self.path)
-        return sum(path.stat().st_size for path in files)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,8 +123,7 @@ def serving(
     with contextlib.ExitStack() as stack:
         children = []
         for each in prepared:
-            title = f"{each.name} with {ENGINES[engine].title}, {readable_bytes(each.size_bytes)}"
-            say(f"loading  {title} ...")
+            say(f"loading  {each.name} with {ENGINES[engine].title} ...")
             launch = _launch(each, request, num_models=len(prepared))
             children.append(stack.enter_context(_child(launch, ENGINES[engine].command(launch))))
         for child in children:  # they load at the same time

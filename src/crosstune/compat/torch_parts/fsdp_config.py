@@ -79,7 +79,7 @@ def _read(name: str, value: Any) -> Any:
     if name in _LEAST:
         if name == "unified_memory_pool_size" and value is None:
             return None
-        if isinstance(value, (int, float)) and _LEAST[name] <= value == int(value):
+        if isinstance(value, (int, float)) and value >= _LEAST[name] and value % 1 == 0:
             return int(value)
         do = f"use an integer from {_LEAST[name]}"
     elif name in _CHOICES:

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from crosstune.compat.quantization_config import dtype_name
 from crosstune.compat.torch_parts.replace_layers import (
     HalfLinear,
     LayerStorage,
     QuantizedLinear,
-    name_dtype,
     put_module,
     read_dtype,
 )
@@ -170,7 +170,7 @@ def _describe(layer: QuantizedLinear | HalfLinear) -> dict[str, Any]:
     return {
         "shape": [layer.out_features, layer.in_features],
         "bias": layer.bias is not None,
-        "dtype": name_dtype(dtype),
+        "dtype": dtype_name(dtype),
         "recipe": layer.recipe.to_json(),
     }
 
