@@ -11,10 +11,6 @@ from pathlib import Path
 from crosstune.core.errors import UserError
 
 
-class FolderGone(UserError):
-    """The folder of a run was renamed, replaced or removed during training."""
-
-
 class FolderWatch:
     """Check that the run folder is still at its path, directly or as a link.
 
@@ -23,11 +19,11 @@ class FolderWatch:
 
     def __init__(self, folder: Path, *, on_lost: Callable[[Path], None], enabled: bool = True) -> None:
         self.folder, self._on_lost = folder, on_lost
-        self.error: FolderGone | None = None
+        self.error: UserError | None = None
         can_open = enabled and os.name != "nt"
         self._handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY) if can_open else None
 
-    def look(self) -> FolderGone | None:
+    def look(self) -> UserError | None:
         """Return the error if the folder was renamed or removed."""
         if self.error is not None or self._handle is None or _is_same(self.folder, self._handle):
             return self.error
@@ -36,7 +32,7 @@ class FolderWatch:
         if now is None and not self._recreate():
             return None  # the disk was lost: the next write fails, and nothing is written elsewhere
         place = now or self.folder
-        self.error = FolderGone(
+        self.error = UserError(
             f"The run folder {self.folder} was {what} during the run.",
             why=f"the run stopped; its last step is in a checkpoint in {place}.",
             do=f"continue with: crosstune train --resume {place}",
