@@ -19,7 +19,7 @@ _PROMPTS = (
     "Write three short sentences about the sea, one for each of the colours blue, green and grey.",
 )
 VERDICT = ("agreement", "bound", "verified")
-"""Keys of a report."""
+"""The keys of `report_agreement`."""
 _LONGEST_PROMPT = 512
 """A chat template may add any number of tokens."""
 
@@ -32,7 +32,7 @@ def make_prompts(folder: Path) -> list[list[int]]:
 def report_agreement(agreement: Agreement, *formats: str) -> dict[str, Any]:
     """Report the agreement and its bound, which depends on the coarsest dtype or quantization involved."""
     bound = max(BOUNDS.get(word.partition("_")[0] if word not in BOUNDS else word, 1.0) for word in formats)
-    return dict(zip(VERDICT, (agreement.to_json(), bound, agreement.relative <= bound), strict=True))
+    return {"agreement": agreement.to_json(), "bound": bound, "verified": agreement.relative <= bound}
 
 
 def refuse_unverified(report: Mapping[str, Any], out: Path, *, do: str | None = None) -> None:

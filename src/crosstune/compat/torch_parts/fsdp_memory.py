@@ -15,7 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from crosstune.backends._host import memory_bytes
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
 from crosstune.estimate.memory import GIB
-from crosstune.torch_engine.device import clear_cache, read_memory, reset_peak
+from crosstune.torch_engine.device import clear_cache
 from crosstune.torch_engine.probe import allocated_bytes
 
 STATE_SHARE, GATHERED_SHARE = 5 / 8, 15 / 32
@@ -28,11 +28,12 @@ class MemoryProfile:
 
     before_bytes: int
     after_bytes: int = 0
-    peak_bytes: int = 0
+    peak_bytes: int | None = None
+    """None if the device counts no peak."""
 
     def __str__(self) -> str:
-        before, after, peak = (size / GIB for size in (self.before_bytes, self.after_bytes, self.peak_bytes))
-        return f"memory: {before:.3f} -> {after:.3f} GiB, peak {peak:.3f}"
+        peak = "" if self.peak_bytes is None else f", peak {self.peak_bytes / GIB:.3f}"
+        return f"memory: {self.before_bytes / GIB:.3f} -> {self.after_bytes / GIB:.3f} GiB{peak}"
 
 
 class MemoryOptimizer:
@@ -73,27 +74,38 @@ def device_bytes(device: torch.device) -> int:
     return int(torch.get_device_module(device.type).mem_get_info()[1])
 
 
+def used_bytes(device: torch.device) -> tuple[int, int]:
+    """Return allocated and reserved bytes; on the CPU both are the memory of the process."""
+    if device.type == "cpu":
+        resident = int(psutil.Process().memory_info().rss)
+        return resident, resident
+    return allocated_bytes(device.type)
+
+
 def memory_stats(device: torch.device) -> dict[str, Any]:
-    """Return the memory of a device in GiB; on the CPU, allocated and reserved are the memory of the process."""
-    process, total = psutil.Process().memory_info().rss, device_bytes(device)
-    allocated, reserved = (process, process) if device.type == "cpu" else allocated_bytes(device.type)
+    allocated, reserved = used_bytes(device)
+    total = device_bytes(device)
     return {
         "device": device.type,
         "allocated_gb": allocated / GIB,
         "reserved_gb": reserved / GIB,
         "total_gb": total / GIB,
         "free_gb": max(0.0, (total - reserved) / GIB),
-        "process_gb": process / GIB,
+        "process_gb": psutil.Process().memory_info().rss / GIB,
     }
 
 
 @contextmanager
 def measure(device: torch.device) -> Iterator[MemoryProfile]:
-    reset_peak(device)
-    profile = MemoryProfile(before_bytes=read_memory(device).used_bytes)
+    module = torch.get_device_module(device.type)
+    counts_peak = hasattr(module, "max_memory_allocated")
+    if counts_peak:
+        module.reset_peak_memory_stats()
+    profile = MemoryProfile(before_bytes=used_bytes(device)[0])
     try:
         yield profile
     finally:
-        torch.get_device_module(device.type).synchronize()
-        now = read_memory(device)
-        profile.after_bytes, profile.peak_bytes = now.used_bytes, now.peak_bytes
+        if hasattr(module, "synchronize"):
+            module.synchronize()
+        profile.after_bytes = used_bytes(device)[0]
+        profile.peak_bytes = int(module.max_memory_allocated()) if counts_peak else None
