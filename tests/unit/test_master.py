@@ -58,6 +58,10 @@ def test_a_trial_on_one_machine_may_use_its_own_name(names: dict[str, list[str]]
     names[own] = ["127.0.1.1"]
     for name in (own, "localhost", "127.0.0.1", "::1"):
         master.check_master(name, node_rank=1)
+    nodes = Nodes(num_nodes=2, node_rank=1, master_addr=own, master_port=free_ports(1)[0])
+    with pytest.raises(UserError, match="cannot be reached") as told:
+        MultiNode(nodes, num_local=1, connect_s=0.1, lost_s=1.0)
+    assert "resolves to 127.0.1.1, which is this node" in told.value.why
 
 
 def test_which_addresses_are_loopback() -> None:

@@ -127,7 +127,7 @@ class MultiNode:
     def _connect(self, connect_s: float) -> Channel:
         address, port = self._nodes.master_addr, self._nodes.master_port
         try:
-            return Channel(reach(address, port, limit_s=connect_s))
+            return Channel(reach(address, port, limit_s=connect_s, node_rank=self._nodes.node_rank))
         except OSError as error:
             raise UserError(
                 f"Node 0 cannot be reached at {self._place}.",

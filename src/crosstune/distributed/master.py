@@ -65,11 +65,7 @@ def check_master(name: str, *, node_rank: int) -> None:
     own = socket.gethostname().partition(".")[0]
     if node_rank == 0 or is_loopback(name) or name.partition(".")[0] == own:
         return  # a trial with several launchers on one node uses localhost or its name
-    try:
-        address = str(resolve(name, 0)[0][4][0])  # loopback only if it has no other
-    except OSError:
-        return
-    if is_loopback(address):
+    if (address := loopback_only_address(name)) is not None:
         raise UserError(
             f"{name} is node 0 of the run (MASTER_ADDR), but it leads back to {own}.",
             why=f"the name resolves to {address} on this node, so {own} would connect to itself.",
@@ -78,7 +74,16 @@ def check_master(name: str, *, node_rank: int) -> None:
         )
 
 
-def reach(name: str, port: int, *, limit_s: float) -> socket.socket:
+def loopback_only_address(name: str) -> str | None:
+    """Return the loopback address of a name with no other address; None if it has others or cannot be resolved."""
+    try:
+        first = str(resolve(name, 0)[0][4][0])
+    except OSError:
+        return None
+    return first if is_loopback(first) else None
+
+
+def reach(name: str, port: int, *, limit_s: float, node_rank: int) -> socket.socket:
     """Connect to node 0, retrying for up to `limit_s` seconds; then raise an OSError with the reason."""
     deadline = time.monotonic() + limit_s
     while True:
@@ -89,7 +94,9 @@ def reach(name: str, port: int, *, limit_s: float) -> socket.socket:
             found.close()  # connected to itself: without a listener, the system may choose the same port for both ends
         except OSError as error:
             if time.monotonic() + _RETRY_S > deadline:
-                raise OSError(f"nothing answered within {limit_s:g} s ({error}).") from error
+                back = loopback_only_address(name) if node_rank else None
+                more = f"; {name} resolves to {back}, which is this node" if back else ""
+                raise OSError(f"nothing answered within {limit_s:g} s ({error}){more}.") from error
         time.sleep(_RETRY_S)
 
 

@@ -138,7 +138,9 @@ def _listen(ranks: Ranks) -> socket.socket:
 def _await_master(ranks: Ranks, limits: Limits) -> dict[str, str]:
     """Wait until the master listens; return both addresses of a connection to it."""
     try:
-        with reach(ranks.master_addr, ranks.master_port, limit_s=limits.connect_s) as found:
+        with reach(
+            ranks.master_addr, ranks.master_port, limit_s=limits.connect_s, node_rank=ranks.node_rank
+        ) as found:
             return {"reached": str(found.getpeername()[0]), "from": str(found.getsockname()[0])}
     except OSError as error:
         raise _unreachable(ranks, why=str(error)) from error
