@@ -115,6 +115,19 @@ def test_what_cannot_be_evaluated(run: Path, tmp_path: Path, capsys: pytest.Capt
         assert reason in capsys.readouterr().err
 
 
+def test_a_task_whose_aliases_multiply_is_refused_at_once(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Written out, it has more values than fit into any memory."""
+    lines = ["task: many", "a: &a [x, x, x, x, x, x, x, x, x]"]
+    lines += [
+        f"{n}: &{n} [{', '.join([f'*{p}'] * 9)}]" for p, n in zip("abcdefghijk", "bcdefghijkl", strict=True)
+    ]
+    (tmp_path / "many.yaml").write_text("\n".join(lines))
+    assert main(["eval", str(tiny_model), "--tasks", str(tmp_path / "many.yaml"), "--backend", "cpu"]) == 2
+    assert "aliases" in capsys.readouterr().err
+
+
 def test_an_interrupted_task_continues_and_changed_rows_are_evaluated_again(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

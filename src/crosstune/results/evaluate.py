@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import importlib.metadata
@@ -14,14 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError, shown
 from crosstune.core.events import Evaluating, Observer, Warned
 from crosstune.core.names import did_you_mean
+from crosstune.data.read.files import file_part
 from crosstune.files.hub_connection import offline_if_unreachable
 from crosstune.files.journal import Journal
 from crosstune.files.json_files import read_json, to_json, write_json
+from crosstune.files.plain_files import kind_of, read_plain_text
 from crosstune.files.run_record import BENCHMARKS
+from crosstune.files.yaml_files import VALUES_LIMIT, YAML_LIMIT
 from crosstune.process.this_process import hide_output
 from crosstune.results.chat_model import ChatModel, open_chat_model
 from crosstune.results.export import weights_key
@@ -149,12 +155,46 @@ def _load_tasks(request: EvalRequest) -> tuple[Any, dict[str, str | None]]:
     for task in files:
         if not Path(task).is_file():
             raise UserError(f"There is no task file {task}.", do="check the path of the YAML file")
+        _check_data_files(task)
     index = TaskManager(include_defaults=len(files) < len(request.tasks))
     for task in request.tasks:
         if task not in files and task not in index.all_tasks:
             do = f"{did_you_mean(task, index.all_tasks)}To list the {len(index.all_tasks):,} tasks: lm_eval ls tasks"
             raise UserError(f"Unknown task {shown(task)}.", do=do)
     return index, {task: _definition(task, index) if task in files else None for task in request.tasks}
+
+
+def _check_data_files(task: str) -> None:
+    """Raise a UserError if the `data_files` of a task are pipes or devices, on which the datasets library would wait, or have
+    lines that are no JSON objects, on which it crashes; or if its aliases expand to more than a task can have."""
+    num_values = 0
+
+    def check(node: Any, *, names_files: bool) -> None:
+        nonlocal num_values
+        num_values += 1
+        if num_values > VALUES_LIMIT:
+            why = f"with its aliases it has more than {VALUES_LIMIT:,} values."
+            raise UserError(
+                f"The task {task} cannot be evaluated.", why=why, do="write it with fewer aliases"
+            )
+        if isinstance(node, yaml.ScalarNode) and names_files:
+            path = Path(node.value)
+            if path.exists() and not path.is_file():
+                why = f"{path} is {kind_of(path)}."
+                raise UserError(
+                    f"The task {task} cannot be evaluated.", why=why, do="write its rows to a file"
+                )
+            if path.suffix == ".jsonl" and path.exists():
+                collections.deque(file_part(path).rows(), maxlen=0)
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                check(value, names_files=names_files or key.value == "data_files")
+        elif isinstance(node, yaml.SequenceNode):
+            for value in node.value:
+                check(value, names_files=names_files)
+
+    with _explained(task):
+        check(yaml.compose(read_plain_text(Path(task), limit=YAML_LIMIT), yaml.SafeLoader), names_files=False)
 
 
 def _definition(task: str, index: Any) -> str:
