@@ -32,7 +32,9 @@ class Actions:
         return check_form(asked.get("options"), output_dir=self.runs.parent)
 
     def plan(self, asked: Mapping[str, Any]) -> Any:
-        return self.asked.ask(["plan", *self._words(asked)])
+        return self.asked.ask(
+            ["plan", *read_words(asked.get("options")), "--output_dir", str(self.runs.parent)]
+        )
 
     def data(self, asked: Mapping[str, Any]) -> Any:
         return self.asked.ask(["data", *read_words(asked.get("options")), "--show", "8"])
@@ -94,9 +96,6 @@ class Actions:
 
     def _start(self, kind: str, words: list[str], folder: Path) -> dict[str, Any]:
         return self.jobs.start(kind, [*words, "--json"], target=str(folder))
-
-    def _words(self, asked: Mapping[str, Any]) -> list[str]:
-        return [*read_words(asked.get("options")), "--output_dir", str(self.runs.parent)]
 
     def _run(self, asked: Mapping[str, Any]) -> Path:
         return self.runs.find(str(asked.get("run", "")))

@@ -74,18 +74,15 @@ class Guard:
         headers, is_start = request.headers, request.url.path == "/"
         host = headers.get("host", "")
         try:
-            origin, name = (
-                urllib.parse.urlsplit(headers.get("origin", "")),
-                urllib.parse.urlsplit(f"//{host}").hostname,
-            )
+            origin = urllib.parse.urlsplit(headers.get("origin", ""))
+            name = urllib.parse.urlsplit(f"//{host}").hostname
         except ValueError:
             return plain(400, "The headers of the request are damaged.")
         if name not in LOOPBACK:
             return plain(403, "This page answers on this machine's own address only.")
         is_other = "origin" in headers and (origin.scheme != "http" or origin.netloc != host)
-        if is_other or (
-            headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_start
-        ):
+        is_foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+        if is_other or (is_foreign and not is_start):
             return plain(403, "Requests of other pages are refused.")
         if request.method not in ("GET", "HEAD", "POST"):
             return plain(405, "There is no such method.")

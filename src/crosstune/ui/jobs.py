@@ -71,7 +71,7 @@ class Jobs:
         job = {"kind": kind, "command": command_line(words), "target": target, "started": time.time()}
         with (folder / "output").open("wb") as output, (folder / "messages").open("wb") as messages:
             child = subprocess.Popen(
-                _command(words),
+                [sys.executable, "-m", "crosstune", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=messages,
@@ -102,7 +102,7 @@ class Jobs:
         result = None if alive else _result(output)
         state = "running" if alive else "done" if result is not None else "failed"
         ready = None
-        if alive and job.get("kind") == "serve" and (ready := _READY.search(_head(folder / "output"))):
+        if alive and job.get("kind") == "serve" and (ready := _READY.search(output)):
             state = "ready"
         if not alive and job.get("stopped"):
             state = "stopped"
@@ -233,10 +233,6 @@ def _holder(lock: Path) -> int | None:
     return None
 
 
-def _command(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "crosstune", *words]
-
-
 def _result(output: bytes) -> dict[str, Any] | None:
     """Return the JSON object that a finished command printed."""
     try:
@@ -244,14 +240,6 @@ def _result(output: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
-
-
-def _head(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(_TAIL_BYTES)
-    except OSError:  # removed by hand
-        return b""
 
 
 def _tail(path: Path, limit: int) -> bytes:

@@ -102,10 +102,9 @@ class Runs:
         """Return a run and the position it was read to."""
         folder = self.find(name)
 
-        def make() -> tuple[str, RunFiles]:
-            return position_of(folder), load_run(folder, most_bytes=MOST_BYTES)
-
-        return self._keep_while_it_trains(("run", name), folder, make)
+        return self._keep_while_it_trains(
+            ("run", name), folder, lambda: (position_of(folder), load_run(folder, most_bytes=MOST_BYTES))
+        )
 
     def page(self, name: str) -> str:
         """Return the report of a run without its curves, or the page of a ladder or a sweep."""
@@ -279,20 +278,13 @@ def _closer(run: RunFiles, steps: tuple[float, float]) -> RunFiles:
 
 def _members(group: Path) -> list[Path]:
     """Return the folders in a folder; a ladder and a sweep have their runs one level below."""
-    return _folders(group / "trials" if group_kind(group) else group)
-
-
-def _folders(parent: Path) -> list[Path]:
+    parent = group / "trials" if group_kind(group) else group
     try:
-        with os.scandir(parent) as entries:
-            names = [entry.name for entry in entries if entry.name[0] != "." and _is_shown(entry.name)]
+        names = [path.name for path in parent.iterdir()]
     except OSError:  # not made yet, or moved away
         return []
-    return [parent / name for name in names if _is_folder(parent / name)]
-
-
-def _is_shown(name: str) -> bool:
-    return is_file_name(name) and printable(name) == name  # a browser cannot ask for others
+    shown = [name for name in names if name[0] != "." and is_file_name(name) and printable(name) == name]
+    return [parent / name for name in shown if _is_folder(parent / name)]  # a browser cannot ask for others
 
 
 def _is_folder(path: Path) -> bool:

@@ -4,15 +4,12 @@ import { bytes, copyable, doing, duration, errorBox, explain, get, h, link, post
 const field = (option, { values, changed, models }) => {
   const id = `option-${option.name}`;
   let input;
-  if (option.choices) {
-    input = h("select", { id }, h("option", { value: "" }, `${option.default || "not set"} (default)`), option.choices.map((each) => h("option", { value: each }, each)));
-  } else if (option.kind === "bool") {
-    input = h("select", { id }, h("option", { value: "" }, `${option.default || "not set"} (default)`), ["true", "false"].map((each) => h("option", {}, each)));
+  const choices = option.kind === "bool" ? ["true", "false"] : option.choices;
+  if (choices) {
+    input = h("select", { id }, h("option", { value: "" }, `${option.default || "not set"} (default)`), choices.map((each) => h("option", { value: each }, each)));
   } else {
     input = h("input", { id, placeholder: option.default || "not set", autocomplete: "off", spellcheck: "false", inputmode: ["int", "float"].includes(option.kind) ? "decimal" : null });
-    if (option.name === "model_name") {
-      input.setAttribute("list", "models");
-    }
+    if (option.name === "model_name") input.setAttribute("list", "models");
   }
   input.value = values[option.name] ?? "";
   input.addEventListener(input.tagName === "SELECT" ? "change" : "input", () => changed(option.name, input.value));
