@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 from crosstune.core.errors import UserError
 from crosstune.core.safe_text import printable
-from crosstune.files.json_files import parse_json, read_object, to_json
+from crosstune.files.json_files import parse_json, to_json
 from crosstune.files.paths import missing_run
 from crosstune.files.plain_files import UnreadableFile, is_file_name, open_plain
 from crosstune.files.run_record import BENCHMARKS, JUDGE_METRICS, RUN_FILES
@@ -26,7 +26,7 @@ from crosstune.report.files import RunFiles, is_running, last_rows, load_run, nu
 from crosstune.report.layout import chart_data
 from crosstune.report.page import render
 from crosstune.report.run_list import read_listed
-from crosstune.report.trial_pages import LADDER_FILE, SWEEP_FILE, render_ladder, render_sweep
+from crosstune.report.trial_pages import LADDER_FILE, SWEEP_FILE, render_trials
 
 T = TypeVar("T")
 MOST_BYTES = 1 << 20
@@ -238,10 +238,9 @@ def group_kind(folder: Path) -> str:
 
 def _render_group(file: Path, kind: str) -> str:
     """Return the page of a ladder or a sweep, with the command that uses what it found."""
-    found, name = read_object(file), file.parent.name
     options = file.with_name("train.yaml" if kind == "ladder" else "best.yaml")
     command = f"crosstune train --config {shlex.quote(str(options))}" if options.is_file() else ""
-    return (render_ladder if kind == "ladder" else render_sweep)(found, name=name, command=command)
+    return render_trials(file, command=command)
 
 
 def position_of(folder: Path) -> str:

@@ -66,11 +66,9 @@ def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> St
             if not isinstance(asked, dict):
                 raise UserError("The request is not a JSON object.")
             found = await run_in_threadpool(answer, asked)
-            return (
-                found
-                if isinstance(found, Response)
-                else Response(to_json(found), media_type="application/json")
-            )
+            if isinstance(found, Response):
+                return found
+            return Response(to_json(found), media_type="application/json")
 
         return Route(path, respond, methods=["POST"])
 

@@ -84,7 +84,7 @@ def run(words: Sequence[str]) -> int:
 def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], folder: Path) -> int:
     """Measure, print and write the result; return the exit code. The caller holds the folder's lock."""
     from crosstune.cli.terminal.output import Output
-    from crosstune.ladder.climb import STATE, Ladder
+    from crosstune.ladder.climb import Ladder
     from crosstune.ladder.trial import Trials
     from crosstune.loop.stop import StopSignal
 
@@ -120,12 +120,12 @@ def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], fol
 
     from crosstune.files.atomic_files import write_text
     from crosstune.files.json_files import write_json
-    from crosstune.report.trial_pages import write_ladder_page
+    from crosstune.report.trial_pages import LADDER_FILE, write_trials_page
 
-    write_json(folder / STATE, found.to_json())
+    write_json(folder / LADDER_FILE, found.to_json())
     options = {name: value for name, value in found.options.items() if name not in ("name", "overwrite")}
     write_text(folder / "train.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
-    page = write_ladder_page(folder, command=_train_command(folder))
+    page = write_trials_page(folder / LADDER_FILE, command=_train_command(folder))
     _print_result(output, found, folder, page)
     if own.json:
         print_json(found.to_json() | {"folder": str(folder)})
