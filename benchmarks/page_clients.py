@@ -2,7 +2,7 @@
 
     python benchmarks/page_clients.py --pages 50 --pairs 12 --phase_s 8
 
-Each page sends what a browser sends: a poll every second, and the requests that follow from it. The CPU time of a step and of the server
+Each page is what a browser sends: a stream of events, and the requests that follow from it. The CPU time of a step and of the server
 change little with other programs on the machine; tokens/s do.
 """
 
@@ -108,13 +108,14 @@ async def _page(port: int, token: str, received: list[int]) -> None:
     head = f"Host: 127.0.0.1:{port}\r\nCookie: {cookie}\r\n"
     position = json.loads(await _get(port, head, PARTS[1], {}))["position"]
 
-    async def poll() -> None:
-        place = position
-        while True:
-            found = json.loads(await _get(port, head, f"/api/poll?run=r&after={place}", {}))
-            received[0] += bool(found["rows"])
-            place = found["position"]
-            await asyncio.sleep(1.0)
+    async def stream() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+        try:
+            writer.write(f"GET /api/events?run=r&after={position} HTTP/1.1\r\n{head}\r\n".encode())
+            while line := await reader.readline():
+                received[0] += line.startswith(b"data:")
+        finally:
+            writer.close()
 
     async def ask(paths: tuple[str, ...], every_s: float) -> None:
         tags: dict[str, str] = {}
@@ -123,7 +124,7 @@ async def _page(port: int, token: str, received: list[int]) -> None:
                 await _get(port, head, path, tags)
             await asyncio.sleep(every_s)
 
-    await asyncio.gather(poll(), ask(("/api/jobs",), MOST_S["jobs"]), ask(PARTS, MOST_S["run"]))
+    await asyncio.gather(stream(), ask(("/api/jobs",), MOST_S["jobs"]), ask(PARTS, MOST_S["run"]))
 
 
 async def _get(port: int, head: str, path: str, tags: dict[str, str]) -> bytes:

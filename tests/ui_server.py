@@ -63,6 +63,32 @@ class Served:
     def post(self, name: str, body: Any) -> Answer:
         return self.send("POST", f"/api/{name}", body)
 
+    @contextmanager
+    def events(
+        self, run: str, *, last: str = "", after: str = ""
+    ) -> Iterator[Iterator[tuple[str, str, Any]]]:
+        """Yield the id, the kind and the data of each event of a run."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        headers = {"Cookie": self.cookie} | ({"Last-Event-ID": last} if last else {})
+        connection.request("GET", f"/api/events?run={run}&after={after}", headers=headers)
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+
+        def read() -> Iterator[tuple[str, str, Any]]:
+            event = {"event": "message"}
+            while line := answer.readline().decode():
+                name, _, value = line.rstrip("\n").partition(": ")
+                if line != "\n":
+                    event[name] = value
+                elif "data" in event:
+                    yield event.get("id", ""), event["event"], json.loads(event["data"])
+                    event = {"event": "message"}
+
+        try:
+            yield read()
+        finally:
+            connection.close()
+
 
 @contextmanager
 def serving(parent: Path) -> Iterator[Served]:

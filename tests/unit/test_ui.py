@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import itertools
 import json
@@ -50,7 +51,7 @@ def served(runs: Path) -> Iterator[Served]:
         yield found
 
 
-@pytest.mark.parametrize("path", ["/", "/static/app.js", "/api/runs", "/api/poll?run=demo", "/nowhere"])
+@pytest.mark.parametrize("path", ["/", "/static/app.js", "/api/runs", "/api/events?run=demo", "/nowhere"])
 def test_nothing_is_shown_without_the_token(served: Served, path: str) -> None:
     answer = served.send("GET", path, without=("Cookie",))
     assert answer.status == 401
@@ -99,7 +100,7 @@ def test_changes_need_the_token_of_the_page_and_a_post(served: Served) -> None:
 ])  # fmt: skip
 def test_only_runs_of_the_folder_are_read(served: Served, name: str) -> None:
     text = quote(name, errors="surrogatepass")
-    for path in ("run", "page", "charts", "poll", "compare"):
+    for path in ("run", "page", "charts", "events", "poll", "compare"):
         answer = served.send(
             "GET", f"/api/{path}?run={text}&run=demo" if path == "compare" else f"/api/{path}?run={text}"
         )
@@ -227,15 +228,15 @@ def test_damaged_files_of_a_run_are_said_and_harm_nothing(tmp_path: Path, name: 
     assert [row["name"] for row in found.listing()["runs"]] == ["run"]
     assert "<!doctype html>" in found.page("run")
     assert json.loads(found.charts(["run"], smoothing=1.0))["charts"] is not None
-    assert json.loads(found.changes("run", ""))["status"]
+    assert found.changes("run", "").status
 
 
-def test_a_moved_folder_is_an_error_and_in_the_list(tmp_path: Path) -> None:
+def test_a_moved_folder_is_said_on_the_stream_and_in_the_list(tmp_path: Path) -> None:
     make_run(tmp_path / "demo")
-    with serving(tmp_path) as served:
-        assert served.get("/api/poll?run=demo")["status"] == "finished"
+    with serving(tmp_path) as served, served.events("demo") as events:
+        assert next(events)[2]["status"] == "finished"
         (tmp_path / "demo").rename(tmp_path / "moved")
-        assert served.send("GET", "/api/poll?run=demo").status == 400
+        assert next(event for event in events if event[1] == "gone")
         assert [run["name"] for run in served.get("/api/runs")["runs"]] == ["moved"]
         assert "does not exist" in served.send("GET", "/api/run?run=demo").data["why"]
 
@@ -246,7 +247,7 @@ def test_an_empty_and_a_missing_folder_have_an_empty_list(tmp_path: Path) -> Non
         assert served.get("/api/form")["name"] == "run-1"
 
 
-def test_a_page_continues_after_a_restart_of_the_server(tmp_path: Path) -> None:
+def test_events_continue_after_a_restart_of_the_server(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo", num_steps=3)
 
     def append(text: str) -> None:
@@ -255,15 +256,17 @@ def test_a_page_continues_after_a_restart_of_the_server(tmp_path: Path) -> None:
 
     with serving(tmp_path) as served:
         position = served.get("/api/charts?run=demo")["position"]
-        append('{"step": 4, "loss": 2.0}\n{"step": 5, "lo')
-        found = until(lambda: (data := served.get(f"/api/poll?run=demo&after={position}"))["rows"] and data)
-        assert [row["step"] for row in found["rows"]] == [4]  # half a line is not a row yet
+        with served.events("demo", after=position) as events:
+            append('{"step": 4, "loss": 2.0}\n{"step": 5, "lo')
+            place, _, data = next(event for event in events if event[2]["rows"])
+            assert [row["step"] for row in data["rows"]] == [4]  # half a line is not a row yet
     append('ss": 1.5}\n')
     with serving(tmp_path) as again:
         assert again.token == served.token  # an open page is still welcome
-        found = again.get(f"/api/poll?run=demo&after={found['position']}")
-        assert [row["step"] for row in found["rows"]] == [5]
-        after = found["position"]
+        with again.events("demo", last=place, after=position) as events:
+            after, _, data = next(events)
+            assert [row["step"] for row in data["rows"]] == [5]
+        assert again.get(f"/api/poll?run=demo&after={place}")["rows"] == data["rows"]
         assert again.get(f"/api/poll?run=demo&after={after}")["rows"] == []
         write_lines(tmp_path / "new", [{"step": 1, "loss": 9.0}])
         (tmp_path / "new").replace(folder / "metrics.jsonl")  # as a resume does
@@ -395,6 +398,15 @@ def test_a_run_removed_while_it_is_listed_leaves_the_others(
 
     monkeypatch.setattr(runs, "row", remove_first)
     assert [row["name"] for row in runs.listing()["runs"]] == ["good"]
+
+
+def test_streams_end_with_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "demo")
+    with serving(tmp_path) as served, contextlib.ExitStack() as streams:
+        for _ in range(3):
+            next(streams.enter_context(served.events("demo")))
+        streams.pop_all()  # they stay open
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"5", b'{"rungs": NaN}', b"\xff\x00", b'{"rungs":' + b"[" * 5000])  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from crosstune.core.errors import UserError
 from crosstune.core.safe_text import printable
@@ -143,8 +143,8 @@ class Runs:
             raise UserError("A comparison needs two runs.", do="choose two or more in the list")
         return render_comparison(compare_loaded([run for _, run in loaded]), draws=False)
 
-    def changes(self, name: str, after: str) -> str:
-        """Return what was written to a run after a position, as JSON."""
+    def changes(self, name: str, after: str) -> Changes:
+        """Return what was written to a run after a position."""
         folder = self.find(name)
         status = "running" if self.is_running(folder) else self.row(name)["status"]
         # All pages of a run are at the same position, so that what comes after it is read once.
@@ -154,7 +154,7 @@ class Runs:
 
     def _keep_while_it_trains(self, name: tuple[str, str], folder: Path, make: Callable[[], T]) -> T:
         """Return what was made of a run. While only rows and events are added, it is made again when it costs a small share of a
-        core, however many pages ask: they poll what is new."""
+        core, however many pages ask: what is new is on the stream."""
         stamps, running = _stamps(folder), self.is_running(folder)
 
         def is_fresh(found: _Kept) -> bool:
@@ -213,8 +213,16 @@ def _same_part(old: Stamps, new: Stamps) -> bool:
     return grew_little and all(old[place] == new[place] for place in others)
 
 
-def _changes(folder: Path, after: str, now: str, status: str) -> str:
-    """Return the new rows, the kinds of the new events, and `reset` if the position is not of these files."""
+class Changes(NamedTuple):
+    """What was written to a run after a position."""
+
+    position: str
+    status: str
+    text: str
+    """All of it as JSON: the new rows, the kinds of the new events, and `reset` if the position is not of these files."""
+
+
+def _changes(folder: Path, after: str, now: str, status: str) -> Changes:
     old = [int(part) for part in after.split("-") if part.isdecimal() and len(part) < 20]
     inode, size, events_size = map(int, now.split("-"))
     if len(old) == 3 and (old[1] > size or old[2] > events_size):  # the page was made after `now`
@@ -227,7 +235,7 @@ def _changes(folder: Path, after: str, now: str, status: str) -> str:
         events, events_size = _lines_between(folder / "events.jsonl", old[2], events_size)
         found["events"] = [str(event.get("kind")) for event in events]
         found["position"] = f"{inode}-{size}-{events_size}"
-    return to_json(found)
+    return Changes(found["position"], status, to_json(found))
 
 
 def group_kind(folder: Path) -> str:

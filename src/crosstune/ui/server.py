@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import http.client
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from crosstune.core.errors import UserError
@@ -26,15 +28,19 @@ from crosstune.ui.actions import Actions
 from crosstune.ui.form import describe_form, free_name
 from crosstune.ui.guard import Guard, plain
 from crosstune.ui.jobs import Jobs, command_line
-from crosstune.ui.runs import Runs
+from crosstune.ui.runs import Changes, Runs
 
+_POLL_S = 1.0
+_LONGEST_SLEEP_S = 0.5
 _END_S = 5
+_STREAMS_AT_FULL_RATE = 8
+_BEAT_S = 15.0
 _MOST_RUNS = 12
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 
 
 def make_server(parent: Path, *, token: str) -> uvicorn.Server:
-    """Return the server of a runs folder. The answers of models end when it is asked to exit."""
+    """Return the server of a runs folder. Its streams end when it is asked to exit."""
     app = create_app(parent, token=token, is_ending=lambda: server.should_exit)
     config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=_END_S)
     server = uvicorn.Server(config)
@@ -43,7 +49,7 @@ def make_server(parent: Path, *, token: str) -> uvicorn.Server:
 
 def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> Starlette:
     """Return the application for the runs of a folder."""
-    runs, jobs = Runs(parent), Jobs(parent)
+    runs, jobs, streams = Runs(parent), Jobs(parent), _Streams(is_ending)
     actions = Actions(runs, jobs, is_ending)
     static = _read_static(token)
 
@@ -51,7 +57,11 @@ def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> St
         def respond(request: Request) -> Response:
             found = answer(request)
             text = found if isinstance(found, str) else to_json(found)
-            return _respond(request, text.encode(), kind=kind)
+            etag = f'"{hashlib.sha256(text.encode()).hexdigest()[:24]}"'
+            headers = {"ETag": etag, "Cache-Control": "no-cache"}
+            if request.headers.get("if-none-match") == etag:
+                return Response(status_code=304, headers=headers)
+            return Response(text, media_type=kind, headers=headers)
 
         return Route(path, respond, methods=["GET"])
 
@@ -76,7 +86,24 @@ def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> St
         name = request.path_params.get("name", "index.html")
         if name not in static:
             return plain(404, "There is no such file.")
-        return _respond(request, static[name], kind=_TYPES[Path(name).suffix])
+        text, etag = static[name]
+        headers = {"ETag": etag, "Cache-Control": "no-cache"}
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers=headers)
+        return Response(text, media_type=_TYPES[Path(name).suffix], headers=headers)
+
+    async def stream(request: Request) -> Response:
+        name, after = (
+            _one(request),
+            request.headers.get("last-event-id") or request.query_params.get("after", ""),
+        )
+        await run_in_threadpool(runs.find, name)
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(
+            streams.follow(request, partial(runs.changes, name), after),
+            media_type="text/event-stream",
+            headers=headers,
+        )
 
     app = Starlette(
         routes=[
@@ -89,8 +116,9 @@ def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> St
             get("/api/compare", lambda request: runs.compare(_several(request)), kind="text/html"),
             get(
                 "/api/poll",
-                lambda request: runs.changes(_one(request), request.query_params.get("after", "")),
+                lambda request: runs.changes(_one(request), request.query_params.get("after", "")).text,
             ),
+            Route("/api/events", stream),
             get("/api/form", lambda _: describe_form() | {"name": free_name(runs.parent)}),
             get("/api/jobs", lambda _: {"jobs": jobs.listing()}),
             get("/api/models", lambda request: _models(jobs, request.query_params.get("job", ""))),
@@ -101,15 +129,6 @@ def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> St
     )
     threading.Thread(target=runs.warm_up, daemon=True).start()
     return app
-
-
-def _respond(request: Request, text: bytes, *, kind: str) -> Response:
-    """Return a text, or that the browser has it already."""
-    etag = f'"{hashlib.sha256(text).hexdigest()[:24]}"'
-    headers = {"ETag": etag, "Cache-Control": "no-cache"}
-    if request.headers.get("if-none-match") == etag:
-        return Response(status_code=304, headers=headers)
-    return Response(text, media_type=kind, headers=headers)
 
 
 def _about(runs: Runs, name: str) -> dict[str, Any]:
@@ -157,6 +176,48 @@ def _several(request: Request) -> list[str]:
     return names
 
 
+class _Streams:
+    """The open streams of events. With many of them, each polls less often, so that training on this machine is not slowed
+    down."""
+
+    def __init__(self, is_ending: Callable[[], bool]) -> None:
+        self.num_open, self.is_ending = 0, is_ending
+
+    async def follow(
+        self, request: Request, changes: Callable[[str], Changes], after: str
+    ) -> AsyncIterator[str]:
+        """Yield what was added to a run as server-sent events; the id of each is the position after it."""
+        self.num_open += 1
+        try:
+            async for text in self._follow(request, changes, after):
+                yield text
+        finally:
+            self.num_open -= 1
+
+    async def _follow(
+        self, request: Request, changes: Callable[[str], Changes], after: str
+    ) -> AsyncIterator[str]:
+        status, quiet_s = "", 0.0
+        yield "retry: 1000\n\n"
+        while not self.is_ending() and not await request.is_disconnected():
+            try:
+                found = await run_in_threadpool(changes, after)
+            except UserError as error:
+                yield f"event: gone\ndata: {json.dumps(error.message)}\n\n"
+                return
+            if (found.position, found.status) != (after, status):
+                after, status, quiet_s = found.position, found.status, 0.0
+                yield f"id: {after}\ndata: {found.text}\n\n"
+            elif quiet_s >= _BEAT_S:
+                quiet_s = 0.0
+                yield ": still here\n\n"
+            wait_s = _POLL_S * max(1.0, self.num_open / _STREAMS_AT_FULL_RATE)
+            quiet_s += wait_s
+            while wait_s > 0 and not self.is_ending():
+                await asyncio.sleep(min(wait_s, _LONGEST_SLEEP_S))
+                wait_s -= _LONGEST_SLEEP_S
+
+
 def _models(jobs: Jobs, name: str) -> dict[str, Any]:
     """Return the models that a job serves; none while it loads them."""
     job = jobs.read(name)
@@ -173,8 +234,8 @@ def _models(jobs: Jobs, name: str) -> dict[str, Any]:
     return {"job": job, "models": names}
 
 
-def _read_static(token: str) -> dict[str, bytes]:
-    """Return the files of the page by name."""
+def _read_static(token: str) -> dict[str, tuple[bytes, str]]:
+    """Return the files of the page by name, with their tags."""
     own, report = resources.files("crosstune.ui") / "static", resources.files("crosstune.report")
     folders = (("", own), ("uplot/", own / "uplot"))
     found = {
@@ -188,7 +249,7 @@ def _read_static(token: str) -> dict[str, bytes]:
         "report.js": (report / "script.js").read_bytes(),
     }
     found["index.html"] = found["index.html"].replace(b"{{token}}", token.encode())
-    return found
+    return {name: (text, f'"{hashlib.sha256(text).hexdigest()[:24]}"') for name, text in found.items()}
 
 
 def _show_error(request: Request, error: Exception) -> Response:

@@ -14,8 +14,8 @@ export const h = (tag, props = {}, ...children) => {
 };
 
 const token = document.querySelector("meta[name=token]").content;
+const kept = new Map();
 
-// An answer of the server with an error.
 export class Refused extends Error {
   constructor({ error, why = "", do: advice = "" }) {
     super(error);
@@ -30,7 +30,7 @@ const respond = async (path, options) => {
   } catch (error) {
     if (error.name === "AbortError") throw error;
     document.getElementById("offline").hidden = false;
-    throw new Error("The server does not answer. Start crosstune ui again.");
+    throw new Refused({ error: "The server does not answer.", do: "start crosstune ui again" });
   }
   document.getElementById("offline").hidden = true;
   if (answer.ok) return answer;
@@ -40,9 +40,16 @@ const respond = async (path, options) => {
   throw new Refused(found);
 };
 
-export const get = async (path) => {
-  const answer = await respond(path);
-  return answer.headers.get("content-type").startsWith("application/json") ? answer.json() : answer.text();
+// Return the answer, the same object as before where nothing changed.
+export const get = async (path, { signal } = {}) => {
+  const before = kept.get(path);
+  const answer = await respond(path, { signal });
+  const tag = answer.headers.get("etag");
+  if (before && tag && before.tag === tag) return before.data;
+  const data = answer.headers.get("content-type").startsWith("application/json") ? await answer.json() : await answer.text();
+  if (kept.size > 200) kept.clear();
+  kept.set(path, { tag, data });
+  return data;
 };
 
 export const send = (name, body, signal) =>

@@ -1,5 +1,5 @@
 // The page of a run, live; and the comparison of runs. Their sections are those of the report.
-import { ask, badge, copyable, doing, duration, errorBox, every, figure, get, h, link, post, query, Refused, toast } from "./dom.js";
+import { ask, badge, copyable, doing, duration, errorBox, every, figure, get, h, link, post, query, toast } from "./dom.js";
 import { makeCharts } from "./charts.js";
 
 // Put the sections of a report into a place. A section is replaced only if it changed, and its open details stay open.
@@ -67,8 +67,8 @@ export const showRun = async (place, { parts, signal }) => {
     const found = await get(`/api/charts?${own}&smoothing=${state.smoothing}`);
     if (signal.aborted) return;
     state.position = found.position;
-    grid.set(found.charts);
-    // The charts may be older than the rows that were added, which arrive once.
+    grid.set(structuredClone(found.charts));
+    // The charts may be older than the rows on the stream, which arrive once.
     const last = Math.max(0, ...found.charts.flatMap((chart) => chart.series.filter(({ key }) => key).map(({ x }) => x.at(-1) ?? 0)));
     state.rows = state.rows.filter((row) => row.step > last);
     grid.append(state.rows);
@@ -165,7 +165,7 @@ export const showRun = async (place, { parts, signal }) => {
     }
     drawHead();
     if (changed || found.reset || found.events.some((kind) => kind !== "evaluating") || (found.rows.length && !charts.children.length)) later(changed ? 50 : Math.max(0, 3000 - (Date.now() - drawn)));
-    else if (found.rows.length) later(10000); // smoothed curves and totals follow the steps
+    else if (found.rows.length) later(20000); // smoothed curves and totals follow the steps
   };
   drawHead();
   drawCheckpoints();
@@ -175,20 +175,39 @@ export const showRun = async (place, { parts, signal }) => {
   signal.addEventListener("abort", () => clearTimeout(due));
 };
 
-// Ask every second for what was added to a run.
-const follow = (name, state, { signal, take, gone }) => every(1000, signal, async () => {
-  try {
-    take(await get(`/api/poll?${query([name])}&after=${encodeURIComponent(state.position)}`));
-  } catch (error) {
-    if (error instanceof Refused) gone(error.message);
-  }
-});
+// Follow a run by server-sent events; ask every second where they do not arrive, as behind some proxies.
+const follow = (name, state, { signal, take, gone }) => {
+  const address = (kind) => `/api/${kind}?${query([name])}&after=${encodeURIComponent(state.position)}`;
+  let source = null;
+  let arrived = false;
+  const poll = () => every(1000, signal, async () => {
+    const answer = await fetch(address("poll"));
+    if (answer.ok) take(await answer.json());
+    else if (answer.status === 400) gone((await answer.json()).error);
+  });
+  const open = () => {
+    source = new EventSource(address("events"));
+    source.onmessage = (event) => { arrived = true; document.getElementById("offline").hidden = true; take(JSON.parse(event.data)); };
+    source.addEventListener("gone", (event) => { source.close(); gone(JSON.parse(event.data)); setTimeout(() => !signal.aborted && !document.hidden && open(), 5000); });
+    source.onerror = () => {
+      if (source.readyState !== EventSource.CLOSED) { document.getElementById("offline").hidden = !arrived; return; }
+      if (!signal.aborted) setTimeout(() => !signal.aborted && open(), 2000);
+    };
+  };
+  // A hidden page gives its connection back; it reads on from its position when it is seen again.
+  document.addEventListener("visibilitychange", () => { if (!source) return; if (document.hidden) source.close(); else open(); }, { signal });
+  signal.addEventListener("abort", () => source?.close());
+  if (window.EventSource) {
+    open();
+    setTimeout(() => { if (!arrived && !signal.aborted) { source.close(); source = null; poll(); } }, 8000);
+  } else poll();
+};
 
 export const showCompare = async (place, { parts, signal }) => {
   const own = query(parts);
   const charts = h("div", { class: "charts grid" });
   const sections = h("div", { class: "sections" });
-  const draw = async (value) => grid.set((await get(`/api/charts?${own}&smoothing=${value}`)).charts);
+  const draw = async (value) => grid.set(structuredClone((await get(`/api/charts?${own}&smoothing=${value}`)).charts));
   place.append(h("div", { class: "head" }, h("div", {}, h("p", { class: "crumbs" }, h("a", { href: "#/" }, "Runs"), " / compare"), h("h1", {}, parts.map((part) => part.split("/").at(-1)).join(" · "))),
     h("div", { class: "tools" }, parts.length === 2 ? h("a", { class: "button", href: link("chat", ...parts) }, "Chat with both") : null)),
   h("section", { id: "charts" }, h("div", { class: "chart-head" }, h("h2", {}, "Curves"), smoothingSelect(draw)), charts), sections);
