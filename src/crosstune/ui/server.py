@@ -57,11 +57,7 @@ def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> St
         def respond(request: Request) -> Response:
             found = answer(request)
             text = found if isinstance(found, str) else to_json(found)
-            etag = f'"{hashlib.sha256(text.encode()).hexdigest()[:24]}"'
-            headers = {"ETag": etag, "Cache-Control": "no-cache"}
-            if request.headers.get("if-none-match") == etag:
-                return Response(status_code=304, headers=headers)
-            return Response(text, media_type=kind, headers=headers)
+            return _respond(request, text.encode(), kind=kind)
 
         return Route(path, respond, methods=["GET"])
 
@@ -86,11 +82,7 @@ def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> St
         name = request.path_params.get("name", "index.html")
         if name not in static:
             return plain(404, "There is no such file.")
-        text, etag = static[name]
-        headers = {"ETag": etag, "Cache-Control": "no-cache"}
-        if request.headers.get("if-none-match") == etag:
-            return Response(status_code=304, headers=headers)
-        return Response(text, media_type=_TYPES[Path(name).suffix], headers=headers)
+        return _respond(request, static[name], kind=_TYPES[Path(name).suffix])
 
     async def stream(request: Request) -> Response:
         name, after = (
@@ -129,6 +121,15 @@ def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> St
     )
     threading.Thread(target=runs.warm_up, daemon=True).start()
     return app
+
+
+def _respond(request: Request, text: bytes, *, kind: str) -> Response:
+    """Return a text, or that the browser has it already."""
+    etag = f'"{hashlib.sha256(text).hexdigest()[:24]}"'
+    headers = {"ETag": etag, "Cache-Control": "no-cache"}
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers=headers)
+    return Response(text, media_type=kind, headers=headers)
 
 
 def _about(runs: Runs, name: str) -> dict[str, Any]:
@@ -234,8 +235,8 @@ def _models(jobs: Jobs, name: str) -> dict[str, Any]:
     return {"job": job, "models": names}
 
 
-def _read_static(token: str) -> dict[str, tuple[bytes, str]]:
-    """Return the files of the page by name, with their tags."""
+def _read_static(token: str) -> dict[str, bytes]:
+    """Return the files of the page by name."""
     own, report = resources.files("crosstune.ui") / "static", resources.files("crosstune.report")
     folders = (("", own), ("uplot/", own / "uplot"))
     found = {
@@ -249,7 +250,7 @@ def _read_static(token: str) -> dict[str, tuple[bytes, str]]:
         "report.js": (report / "script.js").read_bytes(),
     }
     found["index.html"] = found["index.html"].replace(b"{{token}}", token.encode())
-    return {name: (text, f'"{hashlib.sha256(text).hexdigest()[:24]}"') for name, text in found.items()}
+    return found
 
 
 def _show_error(request: Request, error: Exception) -> Response:

@@ -14,7 +14,6 @@ export const h = (tag, props = {}, ...children) => {
 };
 
 const token = document.querySelector("meta[name=token]").content;
-const kept = new Map();
 
 export class Refused extends Error {
   constructor({ error, why = "", do: advice = "" }) {
@@ -40,16 +39,9 @@ const respond = async (path, options) => {
   throw new Refused(found);
 };
 
-// Return the answer, the same object as before where nothing changed.
-export const get = async (path, { signal } = {}) => {
-  const before = kept.get(path);
-  const answer = await respond(path, { signal });
-  const tag = answer.headers.get("etag");
-  if (before && tag && before.tag === tag) return before.data;
-  const data = answer.headers.get("content-type").startsWith("application/json") ? await answer.json() : await answer.text();
-  if (kept.size > 200) kept.clear();
-  kept.set(path, { tag, data });
-  return data;
+export const get = async (path) => {
+  const answer = await respond(path);
+  return answer.headers.get("content-type").startsWith("application/json") ? answer.json() : answer.text();
 };
 
 export const send = (name, body, signal) =>

@@ -67,7 +67,7 @@ export const showRun = async (place, { parts, signal }) => {
     const found = await get(`/api/charts?${own}&smoothing=${state.smoothing}`);
     if (signal.aborted) return;
     state.position = found.position;
-    grid.set(structuredClone(found.charts));
+    grid.set(found.charts);
     // The charts may be older than the rows on the stream, which arrive once.
     const last = Math.max(0, ...found.charts.flatMap((chart) => chart.series.filter(({ key }) => key).map(({ x }) => x.at(-1) ?? 0)));
     state.rows = state.rows.filter((row) => row.step > last);
@@ -165,7 +165,7 @@ export const showRun = async (place, { parts, signal }) => {
     }
     drawHead();
     if (changed || found.reset || found.events.some((kind) => kind !== "evaluating") || (found.rows.length && !charts.children.length)) later(changed ? 50 : Math.max(0, 3000 - (Date.now() - drawn)));
-    else if (found.rows.length) later(20000); // smoothed curves and totals follow the steps
+    else if (found.rows.length) later(10000); // smoothed curves and totals follow the steps
   };
   drawHead();
   drawCheckpoints();
@@ -207,7 +207,7 @@ export const showCompare = async (place, { parts, signal }) => {
   const own = query(parts);
   const charts = h("div", { class: "charts grid" });
   const sections = h("div", { class: "sections" });
-  const draw = async (value) => grid.set(structuredClone((await get(`/api/charts?${own}&smoothing=${value}`)).charts));
+  const draw = async (value) => grid.set((await get(`/api/charts?${own}&smoothing=${value}`)).charts);
   place.append(h("div", { class: "head" }, h("div", {}, h("p", { class: "crumbs" }, h("a", { href: "#/" }, "Runs"), " / compare"), h("h1", {}, parts.map((part) => part.split("/").at(-1)).join(" · "))),
     h("div", { class: "tools" }, parts.length === 2 ? h("a", { class: "button", href: link("chat", ...parts) }, "Chat with both") : null)),
   h("section", { id: "charts" }, h("div", { class: "chart-head" }, h("h2", {}, "Curves"), smoothingSelect(draw)), charts), sections);
