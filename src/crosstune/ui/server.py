@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import http.client
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -23,6 +22,7 @@ from starlette.routing import Route
 
 from crosstune.core.errors import UserError
 from crosstune.files.json_files import check_parsed, parse_json, to_json
+from crosstune.files.openai_client import list_models
 from crosstune.report.files import RunFiles
 from crosstune.ui.actions import Actions
 from crosstune.ui.form import describe_form, free_name
@@ -222,16 +222,7 @@ class _Streams:
 def _models(jobs: Jobs, name: str) -> dict[str, Any]:
     """Return the models that a job serves; none while it loads them."""
     job = jobs.read(name)
-    names: list[str] = []
-    if job["state"] == "ready" and job["port"]:
-        server = http.client.HTTPConnection("127.0.0.1", job["port"], timeout=10)
-        try:
-            server.request("GET", "/v1/models")
-            names = [str(each["id"]) for each in json.loads(server.getresponse().read())["data"]]
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-            raise UserError("The model server does not answer.", why=str(error)) from error
-        finally:
-            server.close()
+    names = list_models(f"http://127.0.0.1:{job['port']}/v1") if job["port"] else []
     return {"job": job, "models": names}
 
 
