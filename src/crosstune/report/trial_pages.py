@@ -53,7 +53,7 @@ def render_ladder(found: Mapping[str, Any], *, name: str, command: str) -> str:
             for row in listed(found.get("criteria"))
         ],
         ratios=[number(ends.get(key)) or 1.0 for key in ("speed", "memory")],
-        figures=_figures(ends),
+        figures=end_figures(ends),
         charts=[chart for chart in [_losses(ends)] if chart.values],
         num_kept=sum(rung["outcome"] == "kept" for rung in rungs),
         command=command,
@@ -89,7 +89,8 @@ def _trials(ends: Mapping[str, Any], side: str) -> list[Mapping[str, Any]]:
     return [mapping(trial) for trial in listed(ends.get(side))]
 
 
-def _figures(ends: Mapping[str, Any]) -> list[tuple[str, FormattedValue]]:
+def end_figures(ends: Mapping[str, Any]) -> list[tuple[str, FormattedValue]]:
+    """Return the speed and the peak memory of the original and the final options, and their ratios."""
     base, new = _trials(ends, "base"), _trials(ends, "new")
     if not base or not new:
         return []

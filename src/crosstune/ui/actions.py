@@ -14,7 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.quantization import GGUF_TYPES
 from crosstune.results.export import FORMATS
 from crosstune.ui.form import check_form, read_words, reserve_name
-from crosstune.ui.jobs import Asked, Jobs
+from crosstune.ui.jobs import CommandWorker, Jobs
 from crosstune.ui.runs import Runs
 
 _ANSWER_S = 3600.0
@@ -26,18 +26,18 @@ class Actions:
     NAMES = ("check", "plan", "data", "train", "resume", "stop", "merge", "export", "serve", "chat")
 
     def __init__(self, runs: Runs, jobs: Jobs, is_ending: Callable[[], bool]) -> None:
-        self.runs, self.jobs, self.asked, self.is_ending = runs, jobs, Asked(), is_ending
+        self.runs, self.jobs, self.worker, self.is_ending = runs, jobs, CommandWorker(), is_ending
 
     def check(self, asked: Mapping[str, Any]) -> Any:
         return check_form(asked.get("options"), output_dir=self.runs.parent)
 
     def plan(self, asked: Mapping[str, Any]) -> Any:
-        return self.asked.ask(
+        return self.worker.run(
             ["plan", *read_words(asked.get("options")), "--output_dir", str(self.runs.parent)]
         )
 
     def data(self, asked: Mapping[str, Any]) -> Any:
-        return self.asked.ask(["data", *read_words(asked.get("options")), "--show", "8"])
+        return self.worker.run(["data", *read_words(asked.get("options")), "--show", "8"])
 
     def train(self, asked: Mapping[str, Any]) -> Any:
         checked = self.check(asked)

@@ -32,7 +32,7 @@ FOLDER = ".ui"
 _MOST_JOBS = 60
 _TAIL_BYTES = 1 << 14
 _OUTPUT_BYTES = 16 << 20
-_ASKED_S, _IDLE_S = 600.0, 300.0
+_COMMAND_S, _IDLE_S = 600.0, 300.0
 _WORKER = """
 import contextlib, io, json, os, sys, threading
 answers = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
@@ -158,7 +158,7 @@ class Jobs:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
 
 
-class Asked:
+class CommandWorker:
     """A process that runs `plan` and `data`, which print their result at once. It keeps its libraries loaded, since a form
     asks at every change, and ends after some minutes without a request, or with the server."""
 
@@ -166,7 +166,7 @@ class Asked:
         self._busy = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
-    def ask(self, words: Sequence[str]) -> dict[str, Any]:
+    def run(self, words: Sequence[str]) -> dict[str, Any]:
         """Run a command with --json and return its result, and the error it printed."""
         with self._busy:
             answer = self._send([*words, "--json"]) or self._send([*words, "--json"])
@@ -190,7 +190,7 @@ class Asked:
             )
         child = self._child
         assert child.stdin is not None and child.stdout is not None
-        limit = threading.Timer(_ASKED_S, child.kill)
+        limit = threading.Timer(_COMMAND_S, child.kill)
         limit.start()
         try:
             child.stdin.write(json.dumps(words).encode() + b"\n")

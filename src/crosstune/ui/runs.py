@@ -42,7 +42,7 @@ _SPARK_POINTS = 32
 _MOST_NEW_BYTES = 1 << 20
 _RECENT_STEPS = 20
 _MOST_LARGE = 48
-"""Runs, charts and pages that are kept."""
+"""Runs, charts and pages in the cache."""
 _LONGEST_NAME = 1000
 _SHARE_OF_CORE, _LONGEST_STALE_S, _MAX_GROWTH = 0.01, 120.0, 1.25
 _STATUS_S = 1.0
@@ -55,7 +55,7 @@ class Runs:
 
     def __init__(self, parent: Path) -> None:
         self.parent = parent.absolute()
-        self._kept: dict[tuple[Any, ...], _Kept] = {}
+        self._cache: dict[tuple[Any, ...], _Entry] = {}
         self._busy = (threading.RLock(), threading.RLock())  # the list does not wait for a large run
 
     def find(self, name: str) -> Path:
@@ -92,17 +92,17 @@ class Runs:
     def row(self, name: str) -> dict[str, Any]:
         """Return the line of a run in the list, with its loss over time and the time left."""
         folder = self.find(name)
-        return self._keep_while_it_trains(("row", name), folder, lambda: _row(folder, name))
+        return self._cached_while_training(("row", name), folder, lambda: _row(folder, name))
 
     def is_running(self, folder: Path) -> bool | None:
         moment = int(time.monotonic() / _STATUS_S)
-        return self._keep(("lock", folder), moment, lambda: is_running(folder))
+        return self._cached(("lock", folder), moment, lambda: is_running(folder))
 
     def load(self, name: str) -> tuple[str, RunFiles]:
         """Return a run and the position it was read to."""
         folder = self.find(name)
 
-        return self._keep_while_it_trains(
+        return self._cached_while_training(
             ("run", name), folder, lambda: (position_of(folder), load_run(folder, most_bytes=MOST_BYTES))
         )
 
@@ -113,9 +113,9 @@ class Runs:
             file = folder / (LADDER_FILE if kind == "ladder" else SWEEP_FILE)
             if not file.is_file():
                 return _UNDONE[bool(self.is_running(folder))].format(kind=kind)
-            return self._keep(("page", name), _stamp(file), lambda: _render_group(file, kind))
+            return self._cached(("page", name), _stamp(file), lambda: _render_group(file, kind))
         place, run = self.load(name)
-        return self._keep(("page", name), (place, id(run)), lambda: render(run, draws=False), of=[name])
+        return self._cached(("page", name), (place, id(run)), lambda: render(run, draws=False), of=[name])
 
     def charts(
         self, names: Sequence[str], *, smoothing: float, steps: tuple[float, float] | None = None
@@ -134,7 +134,7 @@ class Runs:
             sampled = any(run.is_sampled for run in runs)
             return to_json({"position": loaded[0][0], "charts": charts, "sampled": sampled})
 
-        return self._keep(("charts", tuple(names), smoothing, steps), tuple(map(id, runs)), make, of=names)
+        return self._cached(("charts", tuple(names), smoothing, steps), tuple(map(id, runs)), make, of=names)
 
     def compare(self, names: Sequence[str]) -> str:
         """Return the page that compares runs, without its curves."""
@@ -148,57 +148,57 @@ class Runs:
         folder = self.find(name)
         status = "running" if self.is_running(folder) else self.row(name)["status"]
         # All pages of a run are at the same position, so that what comes after it is read once.
-        now = self._keep(("position", name), int(time.monotonic() / _STATUS_S), lambda: position_of(folder))
+        now = self._cached(("position", name), int(time.monotonic() / _STATUS_S), lambda: position_of(folder))
         make = partial(_changes, folder, after, now, status)
-        return self._keep(("changes", name, after), (now, status), make)
+        return self._cached(("changes", name, after), (now, status), make)
 
-    def _keep_while_it_trains(self, name: tuple[str, str], folder: Path, make: Callable[[], T]) -> T:
+    def _cached_while_training(self, name: tuple[str, str], folder: Path, make: Callable[[], T]) -> T:
         """Return what was made of a run. While only rows and events are added, it is made again when it costs a small share of a
         core, however many pages ask: what is new is on the stream."""
         stamps, running = _stamps(folder), self.is_running(folder)
 
-        def is_fresh(found: _Kept) -> bool:
+        def is_fresh(found: _Entry) -> bool:
             if found.key[1] != running or not _same_part(found.key[0], stamps):
                 return False
             age_s = time.monotonic() - found.made
             return age_s < min(_LONGEST_STALE_S, found.cost_s / _SHARE_OF_CORE)
 
-        if (found := self._kept.get(name)) is not None and is_fresh(found):
+        if (found := self._cache.get(name)) is not None and is_fresh(found):
             return cast(T, found.value)
-        return self._keep(name, (stamps, running), make, is_fresh=is_fresh)
+        return self._cached(name, (stamps, running), make, is_fresh=is_fresh)
 
-    def _keep(
+    def _cached(
         self,
         name: tuple[Any, ...],
         key: Any,
         make: Callable[[], T],
         *,
         of: Sequence[str] = (),
-        is_fresh: Callable[[_Kept], bool] = lambda found: False,
+        is_fresh: Callable[[_Entry], bool] = lambda found: False,
     ) -> T:
         """Return what was made for this key, or make it, at the cost of the runs it is `of`. Pages that ask together wait for the
         first of them, and share what it made, although the run has grown in between."""
         asked = time.monotonic()
         with self._busy[name[0] in ("row", "lock", "position")]:
-            found = self._kept.pop(name, None)
+            found = self._cache.pop(name, None)
             if found is None or not (
                 found.key == key or found.made - found.cost_s >= asked or is_fresh(found)
             ):
                 began = time.monotonic()
                 value = make()
-                found = _Kept(key=key, value=value, made=time.monotonic(), cost_s=time.monotonic() - began)
+                found = _Entry(key=key, value=value, made=time.monotonic(), cost_s=time.monotonic() - began)
                 for each in of:
-                    if (run := self._kept.get(("run", each))) is not None:
+                    if (run := self._cache.get(("run", each))) is not None:
                         run.cost_s += found.cost_s
-            self._kept[name] = found
-            large = [each for each in list(self._kept) if each[0] in ("run", "charts", "page", "changes")]
+            self._cache[name] = found
+            large = [each for each in list(self._cache) if each[0] in ("run", "charts", "page", "changes")]
             for old in large[:-_MOST_LARGE]:
-                self._kept.pop(old, None)
+                self._cache.pop(old, None)
         return cast(T, found.value)
 
 
 @dataclass(kw_only=True)
-class _Kept:
+class _Entry:
     key: Any
     value: Any
     made: float

@@ -188,8 +188,7 @@ def _why_none(found: Climbed) -> str:
 
 
 def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None:
-    from crosstune.cli.terminal.figures import size
-    from crosstune.ladder.trial import median
+    from crosstune.report.trial_pages import end_figures
 
     kept = [step for step in found.steps if step.outcome == "kept"]
     output.line("")
@@ -200,13 +199,13 @@ def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None
             f"result   {len(kept)} kept, but the trial {failed.name} at the end failed: {failed.error}"
         )
     else:
-        ends = found.ends
-        rates = [median([ends.rate(trial) for trial in side]) for side in (ends.base, ends.new)]
-        unit = "tokens per second of CPU time" if ends.by_cpu_time else "tok/s"
-        peaks = [median([float(trial.peak_bytes) for trial in side]) for side in (ends.base, ends.new)]
+        slow, fast, faster, large, small, smaller = (
+            shown.text for _, shown in end_figures(found.ends.to_json())
+        )
+        by = " by CPU time" * found.ends.by_cpu_time
         output.line(
-            f"result   {len(kept)} kept: {rates[1]:,.0f} {unit} instead of {rates[0]:,.0f} (x {ends.speed:.2f}), "
-            f"peak memory {size(peaks[1])} instead of {size(peaks[0])} (x {ends.memory:.2f})"
+            f"result   {len(kept)} kept: {fast}{by} instead of {slow} ({faster}), peak memory {small} instead of {large} "
+            f"({smaller})"
         )
     for criterion in found.criteria:
         output.line(f"{criterion.met:<11} {criterion.what}: {criterion.measured}")
