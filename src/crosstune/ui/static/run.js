@@ -38,8 +38,6 @@ const smoothingSelect = (onchange) => {
   return select;
 };
 
-const WORD = { failed: "The training failed.", killed: "The training was killed: no process holds the run, and no end is recorded.", stopped: "The training was stopped." };
-
 export const showRun = async (place, { parts, signal }) => {
   const name = parts.join("/");
   const own = query([name]);
@@ -48,7 +46,7 @@ export const showRun = async (place, { parts, signal }) => {
   const status = h("span");
   const live = h("div", { class: "live-line", "aria-live": "off" });
   const buttons = h("div", { class: "tools" });
-  const word = h("div", { role: "status" });
+  const notice = h("div", { role: "status" });
   const charts = h("div", { class: "charts grid" });
   const sampled = h("p", { class: "quiet", hidden: true }, "This run has many steps: a part of them is drawn. Drag over a chart to see every step there.");
   const noCharts = h("p", { class: "empty-line", hidden: true }, "No step is recorded yet. The curves appear with the first step.");
@@ -58,7 +56,7 @@ export const showRun = async (place, { parts, signal }) => {
   place.append(
     h("div", { class: "head" }, h("div", {}, h("p", { class: "crumbs" }, h("a", { href: "#/" }, "Runs"), " / ", parts.length > 1 ? [h("a", { href: link("group", parts[0]) }, parts[0]), " / "] : null),
       h("h1", {}, parts.at(-1), " ", status)), buttons),
-    word, live, jump,
+    notice, live, jump,
     h("section", { id: "charts" }, h("div", { class: "chart-head" }, h("h2", {}, "Charts"), smoothingSelect((value) => { state.smoothing = value; drawCharts(); })), noCharts, charts, sampled),
     sections, checkpoints);
   const grid = makeCharts(charts, { signal, closer: ([low, high]) => get(`/api/charts?${own}&smoothing=${state.smoothing}&from=${low}&to=${high}`) });
@@ -142,8 +140,8 @@ export const showRun = async (place, { parts, signal }) => {
   // Take what was added to the run: rows at once, everything else at most every few seconds.
   let due = 0;
   let drawn = 0;
-  const later = (wait) => { due = due || setTimeout(async () => { due = 0; drawn = Date.now(); try { await drawAll(); word.replaceChildren(); } catch (error) { failed(error); } }, wait); };
-  const failed = (error) => { if (!signal.aborted) { word.replaceChildren(errorBox(error)); later(3000); } };
+  const later = (wait) => { due = due || setTimeout(async () => { due = 0; drawn = Date.now(); try { await drawAll(); notice.replaceChildren(); } catch (error) { failed(error); } }, wait); };
+  const failed = (error) => { if (!signal.aborted) { notice.replaceChildren(errorBox(error)); later(3000); } };
   const take = (found) => {
     if (signal.aborted) return;
     state.position = found.position;
@@ -159,10 +157,7 @@ export const showRun = async (place, { parts, signal }) => {
         eta_s: about.num_steps ? Math.max(0, about.num_steps - last.step) * seconds : null });
     }
     const changed = found.status !== about.status;
-    if (changed) {
-      about = { ...about, status: found.status };
-      word.replaceChildren(...(WORD[found.status] ? [h("p", { class: `callout ${found.status === "stopped" ? "" : "failed"}` }, WORD[found.status])] : []));
-    }
+    if (changed) about = { ...about, status: found.status };
     drawHead();
     if (changed || found.reset || found.events.some((kind) => kind !== "evaluating") || (found.rows.length && !charts.children.length)) later(changed ? 50 : Math.max(0, 3000 - (Date.now() - drawn)));
     else if (found.rows.length) later(10000); // smoothed curves and totals follow the steps
@@ -171,7 +166,7 @@ export const showRun = async (place, { parts, signal }) => {
   drawCheckpoints();
   await Promise.all([drawCharts(), drawReport()]).catch(failed);
   if (signal.aborted) return;
-  follow(name, state, { signal, take, gone: (message) => word.replaceChildren(h("p", { class: "callout failed" }, `${message} The page shows what was read before.`)) });
+  follow(name, state, { signal, take, gone: (message) => notice.replaceChildren(h("p", { class: "callout failed" }, `${message} The page shows what was read before.`)) });
   signal.addEventListener("abort", () => clearTimeout(due));
 };
 
