@@ -115,13 +115,9 @@ export const bytes = (size) => {
 const GLYPHS = { finished: "✓", done: "✓", ready: "✓", stopped: "■", failed: "✕", killed: "✕", damaged: "✕", running: "▶" };
 export const badge = (status) => h("span", { class: `badge ${status}` }, h("span", { "aria-hidden": "true" }, GLYPHS[status] ?? "●"), ` ${status}`);
 export const copyable = (text, id) => {
-  const code = h("code", { id }, text);
-  const button = h("button", { class: "copy", type: "button", onclick: async () => {
-    await navigator.clipboard.writeText(code.textContent);
-    button.textContent = "copied";
-    setTimeout(() => { button.textContent = "copy"; }, 1500);
-  } }, "copy");
-  return h("pre", { class: "command" }, code, button);
+  const command = h("pre", { class: "command" }, h("code", { id }, text));
+  window.report.offerCopy(command);
+  return command;
 };
 // A dialog with a form; resolves to its values, or null when it is closed.
 export const ask = (title, fields, { go = "OK", text = "" } = {}) => new Promise((resolve) => {

@@ -28,7 +28,7 @@ export const showReport = async (place, path, { without = [] } = {}) => {
     if (place.children[index] !== shown) place.insertBefore(shown, place.children[index] ?? null);
   });
   for (const each of old.values()) each.remove();
-  for (const each of drawn) each.dispatchEvent(new CustomEvent("crosstune:drawn", { bubbles: true }));
+  drawn.forEach(window.report.enliven);
   return parts.map((part) => [part.id, part.querySelector("h2")?.firstChild?.textContent?.trim()]).filter(([, title]) => title);
 };
 
