@@ -55,19 +55,19 @@ class LiveCell:
     """A bar and the curve of the loss, updated in place in the output of the running cell."""
 
     def __init__(self) -> None:
-        self._losses: list[Point] = []
-        self._evaluated: list[Point] = []
+        self.losses: list[Point] = []
+        self.evaluated: list[Point] = []
         self._display: Any = None
         self._last: tuple[str, float] = ("", 0.0)
         """The title of the last update, and its time."""
 
     def on_step(self, metrics: StepMetrics) -> None:
         if (loss := metrics["loss"]) is not None and math.isfinite(loss):
-            self._losses.append((metrics["step"], loss))
+            self.losses.append((metrics["step"], loss))
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, Evaluated) and math.isfinite(loss := event.metrics.get("loss", math.nan)):
-            self._evaluated.append((event.step, loss))
+            self.evaluated.append((event.step, loss))
 
     def show(self, line: BarLine) -> None:
         kind, at = self._last
@@ -87,14 +87,14 @@ class LiveCell:
     def _put(self, bar: Markup, text: str) -> None:
         from IPython.display import display
 
-        shown = {"text/html": bar + _curves(self._losses, self._evaluated), "text/plain": text}
+        shown = {"text/html": bar + loss_curves(self.losses, self.evaluated), "text/plain": text}
         if self._display is None:
             self._display = display(shown, raw=True, display_id=True)
         else:
             self._display.update(shown, raw=True)
 
 
-def _curves(losses: Sequence[Point], evaluated: Sequence[Point]) -> Markup:
+def loss_curves(losses: Sequence[Point], evaluated: Sequence[Point]) -> Markup:
     """Return the curves of the training and the evaluation loss; empty before the second step."""
     if len(losses) < 2:
         return Markup()

@@ -175,7 +175,7 @@ def _train_command(folder: Path) -> str:
     return f"crosstune train --config {shlex.quote(shown_path(folder / 'train.yaml'))}"
 
 
-def _why_none(found: Climbed) -> str:
+def why_none_kept(found: Climbed) -> str:
     """Return why no change was kept. A failed change was not measured, so it is not called worse."""
     tried = [step for step in found.steps if step.outcome == "rolled back"]
     num_measured = sum(step.comparison is not None and step.comparison.failed is None for step in tried)
@@ -193,7 +193,7 @@ def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None
     kept = [step for step in found.steps if step.outcome == "kept"]
     output.line("")
     if found.ends is None:
-        output.line(f"result   no rung was kept: {_why_none(found)}")
+        output.line(f"result   no rung was kept: {why_none_kept(found)}")
     elif (failed := found.ends.failed) is not None:
         output.line(
             f"result   {len(kept)} kept, but the trial {failed.name} at the end failed: {failed.error}"
