@@ -23,7 +23,7 @@ _CHART_STYLE = (
     "text{font:12px sans-serif;fill:#667}.grid line{stroke:#dde}.down{text-anchor:end}.across{text-anchor:middle}"
     ".marks line{stroke:#99a;stroke-dasharray:4 4}.marks .overfit{fill:#c60;opacity:.07}"
     ".curve path{fill:none;stroke-width:2;vector-effect:non-scaling-stroke}.faint path{opacity:.4}"
-    ".c1 path{stroke:#26c}.c1 circle{fill:#26c}.c2 path{stroke:#c60}.c2 circle{fill:#c60}"
+    ".c1 path{stroke:#26c}.c1 circle{fill:#26c}.c2 path{stroke:#c60}.c2 circle{fill:#c60}tspan.c1{fill:#26c}tspan.c2{fill:#c60}"
 )
 """The style of a chart in a file of its own."""
 MARK = b'<meta name="generator" content="crosstune">'
@@ -57,10 +57,10 @@ def draw_file(chart: Chart) -> str:
         "<svg ", '<svg x="60" y="20" width="680" height="240" overflow="visible" ', 1
     )
     plot = re.sub(r' data-readout="[^"]*"', "", plot)  # for the script of the report
-    legend = f"{chart.title.lower()}: {'  '.join(series.label for series in chart.series)}"
+    legend = "".join(f'<tspan class="c{each.colour}" dx="12">{each.label}</tspan>' for each in chart.series)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="310" viewBox="0 0 760 310"><style>{_CHART_STYLE}</style>'
-        f'<rect width="760" height="310" fill="#fff"/>{plot}<text x="60" y="302">{legend}</text></svg>\n'
+        f'<rect width="760" height="310" fill="#fff"/>{plot}<text x="60" y="302">{chart.title.lower()}:{legend}</text></svg>\n'
     )
 
 
