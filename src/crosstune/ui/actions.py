@@ -42,7 +42,7 @@ class Actions:
     def train(self, asked: Mapping[str, Any]) -> Any:
         checked = self.check(asked)
         if checked["problems"]:
-            raise UserError("The options have problems.", why=checked["problems"][0]["message"])
+            raise UserError("Some options are not valid.", why=checked["problems"][0]["message"])
         options = dict(asked["options"])
         name = str(options.get("name", "")).strip() or reserve_name(self.runs.parent)
         words = read_words(options | {"name": name})

@@ -1,4 +1,4 @@
-"""Start commands of crosstune as processes of their own, which outlive the page, and follow them by their files."""
+"""Start crosstune commands as processes that outlive the page, and follow them through their files."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Jobs:
     def _find(self, name: str) -> Path:
         folder = self.folder / name
         if not is_file_name(name) or name.startswith(".") or not (folder / "job.json").is_file():
-            raise UserError("There is no such job.", do="open one of the list")
+            raise UserError("There is no such job.", do="open one from the list")
         return folder
 
     def _names(self) -> list[str]:

@@ -64,7 +64,7 @@ class Runs:
         if len(name) > _LONGEST_NAME or not all(
             is_file_name(part) and not part.startswith(".") for part in parts
         ):
-            raise UserError("This cannot be the name of a run.", do="open a run of the list")
+            raise UserError("This is not a valid name of a run.", do="open a run from the list")
         folder = self.parent.joinpath(*parts)
         if not _is_folder(folder):
             raise missing_run(folder)
@@ -85,7 +85,7 @@ class Runs:
         return {"folder": str(folder), "runs": runs, "groups": groups}
 
     def warm_up(self) -> None:
-        """Read the list before a page asks for it; it says itself what is wrong."""
+        """Read the list before a page asks for it. Errors are shown when it asks."""
         with contextlib.suppress(UserError, OSError):
             self.listing()
 

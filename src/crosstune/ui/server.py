@@ -162,7 +162,7 @@ def _charts(runs: Runs, request: Request) -> str:
         if "from" in asked:
             steps = (float(asked["from"]), float(asked["to"]))
     except (ValueError, KeyError) as error:
-        raise UserError("The range of steps cannot be read.") from error
+        raise UserError("The range of steps is not valid.") from error
     return runs.charts(_several(request), smoothing=smoothing, steps=steps)
 
 

@@ -29,7 +29,7 @@ const respond = async (path, options) => {
   } catch (error) {
     if (error.name === "AbortError") throw error;
     document.getElementById("offline").hidden = false;
-    throw new Refused({ error: "The server does not answer.", do: "start crosstune ui again" });
+    throw new Refused({ error: "The server does not respond.", do: "start crosstune ui again" });
   }
   document.getElementById("offline").hidden = true;
   if (answer.ok) return answer;

@@ -102,7 +102,7 @@ export const showForm = async (place, { parts, signal }) => {
         startButton.disabled = found.problems.length > 0;
         if (found.problems.length) {
           asking?.abort();
-          plan.replaceChildren(h("div", { class: "callout failed" }, h("strong", {}, "These values cannot work."), h("ul", {}, found.problems.map((each) => h("li", {}, each.message)))));
+          plan.replaceChildren(h("div", { class: "callout failed" }, h("strong", {}, "These values are not valid."), h("ul", {}, found.problems.map((each) => h("li", {}, each.message)))));
         } else makePlan();
       } catch (error) { if (!signal.aborted) plan.replaceChildren(errorBox(error)); }
     }, 150);
@@ -155,7 +155,7 @@ const drawPlan = (place, { result, error }) => {
     ...(result.cannot_train ?? []).map((text) => h("p", { class: "callout failed said" }, text)),
     found.fits === false ? h("p", { class: "callout failed" }, "It does not fit in memory. ", found.change_that_fits ?? "") : "",
     ...(result.warnings ?? []).map((text) => h("p", { class: "callout said" }, text)),
-    result.adjustments?.length ? h("details", { open: true }, h("summary", {}, `${result.adjustments.length} decided or changed`),
+    result.adjustments?.length ? h("details", { open: true }, h("summary", {}, `${result.adjustments.length} chosen or changed automatically`),
       h("ul", { class: "adjusted" }, result.adjustments.map((each) => h("li", {}, h("code", {}, `${each.option} ${each.used}`), " ", h("span", { class: "quiet" }, each.reason))))) : "",
     ...(result.not_checked ?? []).map((text) => h("p", { class: "quiet" }, `Not checked: ${text}`)));
 };

@@ -115,7 +115,7 @@ export const showRun = async (place, { parts, signal }) => {
     if (buttons.dataset.key === key) return; // a button in use stays
     buttons.dataset.key = key;
     buttons.replaceChildren(...[
-      running && has("Stop", true, start("stop", {}, "Asked to stop. A checkpoint is saved first.")),
+      running && has("Stop", true, start("stop", {}, "Stopping: a checkpoint is saved first.")),
       !running && about.checkpoints.length > 0 && now !== "finished" && has("Resume", true, start("resume", {}, "The run continues.")),
       !running && about.checkpoints.length > 0 && has("Extend", false, extend),
       about.uses.includes("chat") && has("Chat", true, () => { location.hash = link("chat", name); }),
@@ -166,7 +166,7 @@ export const showRun = async (place, { parts, signal }) => {
   drawCheckpoints();
   await Promise.all([drawCharts(), drawReport()]).catch(failed);
   if (signal.aborted) return;
-  follow(name, state, { signal, take, gone: (message) => notice.replaceChildren(h("p", { class: "callout failed" }, `${message} The page shows what was read before.`)) });
+  follow(name, state, { signal, take, gone: (message) => notice.replaceChildren(h("p", { class: "callout failed" }, `${message} The page shows the last state it read.`)) });
   signal.addEventListener("abort", () => clearTimeout(due));
 };
 
