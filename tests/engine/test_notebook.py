@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from crosstune.api.notebook import LiveCell, _curves, framed, has_kernel, table
+from crosstune.api.notebook import LiveCell, framed, has_kernel, loss_curves, table
 from crosstune.core.events import Evaluated
 
 CELLS = """
@@ -85,15 +85,15 @@ def test_text_of_a_run_or_a_plan_is_not_markup() -> None:
 
 
 def test_the_live_curves_hold_at_any_loss() -> None:
-    assert _curves([], [(0, 3.0)]) == _curves([(1, 2.0)], []) == ""
-    assert "nan" not in _curves([(1, 2.0), (2, 2.0)], [])
-    drawn = _curves([(step, 5.0 / step) for step in range(1, 5000)], [(0, 6.0), (4999, 2.0)])
+    assert loss_curves([], [(0, 3.0)]) == loss_curves([(1, 2.0)], []) == ""
+    assert "nan" not in loss_curves([(1, 2.0), (2, 2.0)], [])
+    drawn = loss_curves([(step, 5.0 / step) for step in range(1, 5000)], [(0, 6.0), (4999, 2.0)])
     assert "evaluation 2" in drawn and len(drawn) < 20_000
     cell = LiveCell()
     cell.on_event(Evaluated(step=0, when="before", metrics={"loss": float("nan")}, samples=(), seconds=0.0))
     for step, loss in enumerate((2.0, None, float("inf"), 1.0), start=1):
         cell.on_step({"step": step, "loss": loss})  # type: ignore[typeddict-item]
-    assert "nan" not in _curves(cell._losses, cell._evaluated)
+    assert "nan" not in loss_curves(cell.losses, cell.evaluated)
 
 
 def test_without_a_kernel_nothing_of_ipython_is_imported() -> None:

@@ -12,7 +12,7 @@ from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.report import outcome
 from crosstune.report.charts import overlay_charts
-from crosstune.report.comparison import Comparison, Row, _row, compare_runs, shared_prompts, write_comparison
+from crosstune.report.comparison import Comparison, Row, compare_runs, shared_prompts, write_comparison
 from crosstune.report.files import load_run
 from crosstune.report.formatting import show_number
 from crosstune.report.run_list import read_listed
@@ -140,9 +140,12 @@ def test_a_lower_training_loss_is_not_better_in_a_run_that_overfits(runs: Path, 
     assert loss is not None and loss.change is not None and loss.change.verdict == ""
 
 
-def test_values_that_look_equal_have_no_best() -> None:
-    assert _row(("loss", [1.00001, 1.00002], show_number, -1)).best is None
-    assert _row(("loss", [1.0, 2.0], show_number, -1)).best == 0
+def test_values_that_look_equal_have_no_best(runs: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", num_steps=20)
+    for loss, best in ((0.15000001, None), (0.2, 0)):
+        with (other / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 20, "loss": loss}) + "\n")
+        assert _row_named(compare_runs(["one", str(other)], parent=runs)).best == best
 
 
 def test_a_shorter_time_is_better_only_for_as_many_tokens(runs: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from crosstune.cli.commands.ladder import _why_none
+from crosstune.cli.commands.ladder import why_none_kept
 from crosstune.config.load import make_config
 from crosstune.config.resolve.resolve import resolve
 from crosstune.core.errors import UserError
@@ -263,7 +263,7 @@ def test_what_was_not_measured_is_not_called_worse() -> None:
         steps = [
             Step(rung="r", title="", outcome="rolled back", why="", comparison=each) for each in comparisons
         ]
-        assert _why_none(Climbed(asked={}, options={}, steps=steps, ends=None, criteria=[])) == said
+        assert why_none_kept(Climbed(asked={}, options={}, steps=steps, ends=None, criteria=[])) == said
 
 
 def test_the_page_shows_what_each_rung_led_to_and_escapes_what_was_said() -> None:

@@ -296,50 +296,28 @@ def test_the_direction_of_a_metric_is_that_of_its_name() -> None:
     assert bleu.label == "BLEU" and change_between(0.1, 30.0, bleu).amount.text == "+29.9 points"
 
 
-def test_the_page_of_rewards_shows_a_few_metrics_under_plain_names(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", num_steps=4)
-    answers = {
-        "reward": 0.5,
+def test_of_the_metrics_of_rewards_pages_show_a_few() -> None:
+    shown = {"reward": 0.5, "completions/mean_length": 9.0, "completions/clipped_ratio": 0.25}
+    hidden = {
         "reward_std": 0.2,
-        "completions/mean_length": 9.0,
         "completions/max_length": 12.0,
+        "completions/unscored_ratio": 0.0,
+        "time/generate_s": 2.0,
     }
-    answers |= {"completions/clipped_ratio": 0.25, "completions/unscored_ratio": 0.0, "time/generate_s": 2.0}
-    for name, failed in (("right", 0.0), ("watch/short", 0.5)):
-        answers |= {
-            f"rewards/{name}/{key}": value for key, value in (("mean", 0.5), ("std", 0.1), ("failed", failed))
-        }
-    rows = [
-        {"time": 1.7e9, "kind": "evaluation", "step": step, "when": when, "metrics": answers, "samples": []}
-        for step, when in ((0, "before"), (4, "after"))
-    ]
-    write_lines(run / "events.jsonl", rows)
-    write_lines(run / "metrics.jsonl", [{"step": n, "loss": 0.1} | answers for n in range(1, 5)])
-    (run / "summary.json").unlink()
-    headings = " ".join(re.findall(r"<h3>(.*?)</h3>", write_report(run).read_text(encoding="utf-8")))
-    for label in ("reward right", "reward watch/short", "answers without reward watch/short", "cut answers"):
-        assert label in headings, label
-    for detail in (
-        "reward std",
-        "/std",
-        "rewards/",
-        "without reward right",
-        "max length",
-        "time/",
-        "completions/",
-    ):
-        assert detail not in headings, detail
-    one = {name: [value] for name, value in answers.items() if "watch" not in name}
-    assert page_metrics(one) == ["reward", "completions/mean_length", "completions/clipped_ratio"]
-    assert "more metrics" not in write_report(run).read_text(encoding="utf-8")
-    write_lines(
-        run / "events.jsonl",
-        [row | {"metrics": answers | {f"other{n}": 1.0 for n in range(4)}} for row in rows],
+    parts = {f"rewards/{name}/mean": 0.5 for name in ("right", "watch/short")} | {
+        "rewards/watch/short/failed": 0.5
+    }
+    details = {"rewards/right/std": 0.1, "rewards/right/failed": 0.0}
+
+    def names(*groups: dict[str, float]) -> set[str]:
+        return set(page_metrics({name: [value] for group in groups for name, value in group.items()}))
+
+    assert names(shown, hidden, parts, details) == {*shown, *parts}
+    assert names(shown, hidden, details, {"rewards/right/mean": 0.5}) == set(shown), (
+        "the only part is the reward"
     )
-    html = write_report(run).read_text(encoding="utf-8")
-    assert html.index("Evaluation reward<") < html.index("more metrics</summary>") < html.index("other3")
-    other = {"loss": [1.0], "rewards/accuracies": [0.5], "time": [1.0]}
-    assert page_metrics(other) == list(other)
+    other = {"loss": 1.0, "rewards/accuracies": 0.5, "time": 1.0}
+    assert names(other) == set(other)
 
 
 def test_a_recipe_records_a_typical_example_with_its_mask(tiny_model: Path, write_jsonl: Any) -> None:

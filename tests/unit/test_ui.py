@@ -435,22 +435,6 @@ def test_a_client_that_leaves_while_it_sends_is_no_error(tmp_path: Path) -> None
     assert sent == []
 
 
-def test_what_is_kept_may_change_while_another_is_made(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
-
-    class Name(tuple[str, int]):
-        def __getitem__(self, at: Any) -> Any:
-            runs._kept["row", len(runs._kept)] = runs._kept[
-                "row", 0
-            ]  # as another thread, with the other lock
-            return super().__getitem__(at)
-
-    runs._keep(("row", 0), 0, lambda: None)
-    for place in range(60):
-        runs._keep(Name(("run", place)), 0, lambda: None)
-    assert 0 < sum(tuple(name)[:1] == ("run",) for name in runs._kept) <= 48
-
-
 def test_pages_that_ask_together_read_a_growing_run_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import sys
 import time
@@ -13,7 +14,9 @@ from markupsafe import Markup
 from crosstune.cli.terminal.screen import BarLine
 from crosstune.core.events import Evaluated, Event, StepMetrics
 from crosstune.core.safe_text import printable
-from crosstune.report.series import kept_indices
+from crosstune.report.charts import Chart, Series
+from crosstune.report.series import Point
+from crosstune.report.template import draw_file
 
 UPDATE_S = 0.25
 """The shortest time between two updates of the live cell."""
@@ -25,9 +28,8 @@ _LIVE = Markup(
     '<div><progress max="1" value="{}"></progress> <b>{}</b> <span style="white-space: pre">{}</span></div>'
 )
 _CURVES = Markup(
-    '<svg viewBox="0 0 600 120" width="600" style="max-width: 100%" role="img" aria-label="loss"><g fill="none" '
-    'stroke-linejoin="round"><path stroke="#7a8699" d="{}"/><path stroke="#d9730d" stroke-width="2" d="{}"/></g></svg>'
-    '<div><small>loss {:.4g} to {:.4g} over {:,} steps<span style="color: #d9730d">{}</span></small></div>'
+    '<img src="data:image/svg+xml;base64,{}" alt="loss" style="max-width: 100%">'
+    "<div><small>loss {:.4g} to {:.4g} over {:,} steps{}</small></div>"
 )
 
 
@@ -53,19 +55,19 @@ class LiveCell:
     """A bar and the curve of the loss, updated in place in the output of the running cell."""
 
     def __init__(self) -> None:
-        self._losses: list[tuple[int, float]] = []
-        self._evaluated: list[tuple[int, float]] = []
+        self.losses: list[Point] = []
+        self.evaluated: list[Point] = []
         self._display: Any = None
         self._last: tuple[str, float] = ("", 0.0)
         """The title of the last update, and its time."""
 
     def on_step(self, metrics: StepMetrics) -> None:
         if (loss := metrics["loss"]) is not None and math.isfinite(loss):
-            self._losses.append((metrics["step"], loss))
+            self.losses.append((metrics["step"], loss))
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, Evaluated) and math.isfinite(loss := event.metrics.get("loss", math.nan)):
-            self._evaluated.append((event.step, loss))
+            self.evaluated.append((event.step, loss))
 
     def show(self, line: BarLine) -> None:
         kind, at = self._last
@@ -85,26 +87,20 @@ class LiveCell:
     def _put(self, bar: Markup, text: str) -> None:
         from IPython.display import display
 
-        shown = {"text/html": bar + _curves(self._losses, self._evaluated), "text/plain": text}
+        shown = {"text/html": bar + loss_curves(self.losses, self.evaluated), "text/plain": text}
         if self._display is None:
             self._display = display(shown, raw=True, display_id=True)
         else:
             self._display.update(shown, raw=True)
 
 
-def _curves(losses: Sequence[tuple[int, float]], evaluated: Sequence[tuple[int, float]]) -> Markup:
+def loss_curves(losses: Sequence[Point], evaluated: Sequence[Point]) -> Markup:
     """Return the curves of the training and the evaluation loss; empty before the second step."""
     if len(losses) < 2:
         return Markup()
-    drawn, points = [losses[place] for place in kept_indices(losses)], [*losses, *evaluated]
-    low, high = min(value for _, value in points), max(value for _, value in points)
-    last = max(step for step, _ in points)
-
-    def path(points: Sequence[tuple[int, float]]) -> str:
-        places = [
-            (4 + 592 * step / last, 116 - 112 * (value - low) / ((high - low) or 1)) for step, value in points
-        ]
-        return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places) if len(places) > 1 else ""
-
+    series = [Series(label="training", points=losses)]
+    if evaluated:
+        series.append(Series(label="evaluation", points=evaluated, look="marked", colour=2))
+    chart = base64.b64encode(draw_file(Chart(title="Loss", series=series, shape="wide")).encode()).decode()
     held_out = f"; evaluation {evaluated[-1][1]:.4g}" if evaluated else ""
-    return _CURVES.format(path(drawn), path(evaluated), losses[0][1], losses[-1][1], last, held_out)
+    return _CURVES.format(chart, losses[0][1], losses[-1][1], losses[-1][0], held_out)

@@ -13,7 +13,7 @@ from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.estimate.memory import describe_parts, num_recomputed, surely_too_large
 from crosstune.estimate.step_time import LARGEST_ERROR, NUM_CHECKED
-from crosstune.planner.find_fit import flags_text
+from crosstune.planner.find_fit import Fit, flags_text
 from crosstune.planner.predict import OwnModel, state_bytes
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _many(number: int, what: str, plural: str = "s") -> str:
 
 def _length(config: Config) -> str:
     """Describe when the run ends."""
-    steps = f"{config.max_steps:,} step{'s' * (config.max_steps != 1)}"
+    steps = _many(config.max_steps, "step")
     if not config.num_epochs and config.max_steps != -1:
         return f"{steps}, regardless of the size of the data"
     epochs = f"{config.num_epochs:g} epoch{'s' * (config.num_epochs != 1)} of the data"
@@ -186,12 +186,21 @@ def figure_rows(plan: Plan, prediction: Prediction | None) -> Rows:
             f"{phase.num_answers:,} answers, at most {count(phase.num_tokens)} tokens a step on each device: {phase.num_rows:,} at "
             f"once, with a cache of {size(phase.cache_bytes)}, which is freed before training{time}"
         )
-    if (fit := prediction.fit) is not None:
-        rows["would fit"] = f"with {fit.text}"
-        rows |= {"command": fit.command} if fit.command else {}
+    rows |= _fit_rows(prediction.fit)
     if (too_large := _too_large(plan)) and too_large.startswith("no"):
         return rows | {"speed": "not predicted, because the step does not fit"}
     return rows | _time_rows(prediction)
+
+
+def _fit_rows(fit: Fit | None) -> Rows:
+    """Return the rows of the options with which a step fits, if it does not."""
+    if fit is None:
+        return {}
+    return {"would fit": f"with {fit.text}"} | ({"command": fit.command} if fit.command else {})
+
+
+def _step_s(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 10 else duration(seconds)
 
 
 def _too_large(plan: Plan) -> str:
@@ -207,8 +216,8 @@ def _memory(plan: Plan) -> str:
     assert plan.estimated_bytes is not None
     learned = ""
     if plan.correction is not None:
-        runs = plan.correction.num_runs
-        learned = f", corrected by {runs} earlier run{'s' * (runs != 1)} (x {plan.correction.factor:.2f})"
+        runs = _many(plan.correction.num_runs, "earlier run")
+        learned = f", corrected by {runs} (x {plan.correction.factor:.2f})"
     each = " on each device" if plan.world_size > 1 else ""
     return (
         f"about {size(plan.estimated_bytes)} for a full step{each} (estimated{learned}), of {size(plan.usable_bytes)} to "
@@ -221,9 +230,8 @@ def _time_rows(prediction: Prediction) -> Rows:
     rows = {} if prediction.num_steps is None else {"steps": f"{prediction.num_steps:,}"}
     if time is None:
         return rows | {"time": "unknown for this device; the first steps of a run show it"}
-    step = f"{1000 * time.seconds:.0f} ms" if time.seconds < 10 else duration(time.seconds)
     rows["speed"] = (
-        f"about {time.tokens_per_s:,.0f} tok/s, {step} per step, mostly {time.limit} (predicted; at most "
+        f"about {time.tokens_per_s:,.0f} tok/s, {_step_s(time.seconds)} per step, mostly {time.limit} (predicted; at most "
         f"{100 * LARGEST_ERROR:.0f} % off on {NUM_CHECKED} measured runs of a 7B model on an H200; not checked elsewhere)"
     )
     if cluster.size > 1:
@@ -281,9 +289,8 @@ def rehearsal_lines(plan: Plan, rehearsed: Rehearsed) -> Iterator[tuple[str, str
         ),
     }
     if time is not None:
-        step = f"{1000 * time.seconds:.0f} ms" if time.seconds < 10 else duration(time.seconds)
         rows["computed"] = (
-            f"{step} per step, {time.tokens_per_s:,.0f} tok/s, {time.tokens_per_s / counted.num_ranks:,.0f} on each device, mostly "
+            f"{_step_s(time.seconds)} per step, {time.tokens_per_s:,.0f} tok/s, {time.tokens_per_s / counted.num_ranks:,.0f} on each device, mostly "
             f"{time.limit}; {100 * time.communication_share:.1f} % communication, "
             f"{100 * time.communication_s / time.seconds:.1f} % not overlapped (from the rates of links, not measured)"
         )
@@ -312,9 +319,7 @@ def _own_model_rows(plan: Plan, own: OwnModel | None) -> Rows:
                 f"activations of {plan.config.batch_size} rows {size(parts['activations'])}, "
                 f"weights, gradients and optimizer {size(state)}, overhead {size(parts['overhead'])}"
             )
-        if (fit := own.find_fit(plan)) is not None:
-            rows["would fit"] = f"with {fit.text}"
-            rows |= {"command": fit.command} if fit.command else {}
+        rows |= _fit_rows(own.find_fit(plan))
     if own is not None and own.data is not None:
         rows["steps"] = f"{own.data.num_steps:,}"
     rows["time"] = "unknown: speed is predicted only for language models; the first steps of a run show it"
@@ -326,7 +331,7 @@ def verdict_lines(report: Mapping[str, Any]) -> Iterator[Line]:
     answers = f", an evaluation with {report['num_answers']} answers" if report["evaluated"] else ""
     yield f"emulated     {title} on this CPU, as {report['machine']} would run it"
     yield (
-        f"checked      {num_steps} step{'s' * (num_steps != 1)}{answers} and a checkpoint in "
+        f"checked      {_many(num_steps, 'step')}{answers} and a checkpoint in "
         f"{duration(report['seconds'])}: {report['operators']} operators, {report['calls']:,} calls, against the operator "
         f"table of torch {report['torch']}"
     )
@@ -338,9 +343,10 @@ def verdict_lines(report: Mapping[str, Any]) -> Iterator[Line]:
         ("custom", report["custom_operators"], "{what}"),
     ):
         for row in rows[:MAX_OPERATORS]:
-            calls = f"{row['calls']:,} call{'s' * (row['calls'] != 1)}"
-            said = template.format(what=row["what"])
-            yield f"{label:<{LABEL_WIDTH}} {row['operator']} {said}; {calls}, first at {row['where']}"
+            said = (
+                f"{template.format(what=row['what'])}; {_many(row['calls'], 'call')}, first at {row['where']}"
+            )
+            yield f"{label:<{LABEL_WIDTH}} {row['operator']} {said}"
         if len(rows) > MAX_OPERATORS:
             yield f"{label:<{LABEL_WIDTH}} and {len(rows) - MAX_OPERATORS} more; --json lists all"
     yield from (f"condition    {sentence}" for sentence in report["conditions"])

@@ -96,11 +96,7 @@ def connect(url: str, *, name: str | None = None, api_key: str = "") -> ServerMo
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"{shown(url)} is not the address of a server.", do="pass --server http://HOST:PORT")
     url = parts._replace(path=parts.path.rstrip("/") or "/v1", query="", fragment="").geturl()
-    with _open(f"{url}/models", api_key, wait_s=_CONNECT_S) as answer:
-        try:
-            names = [str(model["id"]) for model in parse_json(answer.read(_MAX_BYTES), foreign=True)["data"]]
-        except (ValueError, LookupError, TypeError) as error:
-            raise _not_openai(url, "its list of models cannot be read") from error
+    names = list_models(url, api_key=api_key)
     if not names:
         raise UserError(f"The server {url} lists no models.", do="load a model in the server first")
     if name is not None and name not in names and PurePath(name).name in names:
@@ -110,6 +106,15 @@ def connect(url: str, *, name: str | None = None, api_key: str = "") -> ServerMo
             f"The server {url} has no model {shown(name)}.", do=f"choose one of: {', '.join(names)}"
         )
     return ServerModel(url=url, name=name or names[0], api_key=api_key)
+
+
+def list_models(url: str, *, api_key: str = "") -> list[str]:
+    """Return the names of a server's models; `url` ends in /v1."""
+    with _open(f"{url}/models", api_key, wait_s=_CONNECT_S) as answer:
+        try:
+            return [str(model["id"]) for model in parse_json(answer.read(_MAX_BYTES), foreign=True)["data"]]
+        except (ValueError, LookupError, TypeError) as error:
+            raise _not_openai(url, "its list of models cannot be read") from error
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):

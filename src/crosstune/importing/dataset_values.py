@@ -139,11 +139,9 @@ def named_template(value: Any, given: Mapping[str, Any]) -> Found:
 def template_text(value: Any, given: Mapping[str, Any]) -> Found:
     if is_off(value):
         return {}
-    return (
-        {"chat_template": value}
-        if Path(str(value)).suffix
-        else Missing("save the template as FILE: --chat_template FILE")
-    )
+    if Path(str(value)).suffix:
+        return {"chat_template": value}
+    return Missing("save the template as FILE: --chat_template FILE")
 
 
 def special_tokens(value: Any, given: Mapping[str, Any]) -> Found:
@@ -154,11 +152,9 @@ def special_tokens(value: Any, given: Mapping[str, Any]) -> Found:
     more = value.get("additional_special_tokens")
     if not set(value) <= {"bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens"}:
         return Missing("the model's special tokens stay as they are; use --add_tokens for new ones")
-    return (
-        {"add_tokens": ",".join(map(str, more))}
-        if more
-        else Nothing("the tokenizer's own special tokens are used")
-    )
+    if more:
+        return {"add_tokens": ",".join(map(str, more))}
+    return Nothing("the tokenizer's own special tokens are used")
 
 
 def scaled_positions(value: Any, given: Mapping[str, Any]) -> Found:

@@ -192,18 +192,12 @@ def _keep(result: Imported, entry: Given, found: Mapping[str, Any]) -> None:
     for name, value in found.items():
         if name not in options:
             raise AssertionError(f"{entry.key} sets {name}, which is not an option")
-        if (
-            name == "train_type"
-            and result.options.get(name) in ("qlora", "dora")
-            and value in ("lora", "full")
-        ):
+        before = result.options.get(name)
+        if name == "train_type" and before in ("qlora", "dora") and value in ("lora", "full"):
             continue
         if isinstance(value, float):
-            value = (
-                int(value)
-                if value == int(value) and options[name].type is not float
-                else float(f"{value:.10g}")
-            )
+            is_whole = value == int(value) and options[name].type is not float
+            value = int(value) if is_whole else float(f"{value:.10g}")
         result.options[name] = value
         texts.append(f"{name}: {shown_value(value)}")
         is_default = is_default and value == options[name].default

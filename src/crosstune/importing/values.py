@@ -106,11 +106,9 @@ def per_epoch(option: str) -> Convert:
 
 
 def clipping(value: Any, given: Mapping[str, Any]) -> Found:
-    return (
-        {"apply_gradient_clipping": False}
-        if is_off(value)
-        else {"apply_gradient_clipping": True, "grad_norm": value}
-    )
+    if is_off(value):
+        return {"apply_gradient_clipping": False}
+    return {"apply_gradient_clipping": True, "grad_norm": value}
 
 
 def epochs(value: Any, given: Mapping[str, Any]) -> Found:

@@ -31,7 +31,6 @@ from crosstune.planner.gather import gather
 from crosstune.report.files import mapping, number
 from crosstune.runs.trials import PLACE
 
-STATE = "ladder.json"
 NOT_CARRIED = (*PLACE, "resume", "num_epochs", "max_steps", "profile")
 """Options that trials drop; the last three return in train.yaml."""
 

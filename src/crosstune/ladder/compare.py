@@ -180,11 +180,9 @@ def _weigh(comparison: Comparison, *, gain: Gain, goal: Goal) -> Verdict:
     speed, memory, spread = comparison.speed, comparison.memory, comparison.spread
     noise = max(SMALLEST_GAIN, spread)
     said = f"speed x {speed:.2f}, memory x {memory:.2f}"
-    unsteady = (
-        f"; trials of the same options differ by {comparison.time_spread:.0%}: something else uses this machine"
-        if comparison.time_spread > UNSTEADY
-        else ""
-    )
+    unsteady = ""
+    if comparison.time_spread > UNSTEADY:
+        unsteady = f"; trials of the same options differ by {comparison.time_spread:.0%}: something else uses this machine"
     if comparison.by_cpu_time:
         unsteady += f", so CPU time was compared; it differs by {spread:.0%}"
     faster, slower = speed > 1 + noise, speed < 1 - noise

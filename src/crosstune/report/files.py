@@ -82,16 +82,10 @@ def load_run(run_dir: Path, *, most_bytes: int | None = None) -> RunFiles:
                 f"{run_dir} is a {kind}, not a run.",
                 do=f"open {run_dir / kind}.html, or specify one of the runs in {run_dir / 'trials'}",
             )
-        same_name = Path(RUNS) / run_dir.name
-        named = (
-            same_name
-            if run_dir.parent == Path() and same_name.is_dir()
-            else "a run folder, such as runs/<name>"
-        )
         raise UserError(
             f"{run_dir} is not a run folder.",
             why=f"it has neither {' nor '.join(IDENTIFYING_FILES)}.",
-            do=f"specify {named}",
+            do=f"specify a run folder, such as {RUNS}/<name>",
         )
     problems: list[str] = []
     path = folder / "metrics.jsonl"

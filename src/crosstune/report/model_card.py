@@ -21,7 +21,7 @@ from crosstune.report.eval_section import collect_eval
 from crosstune.report.files import RunFiles, mapping, number
 from crosstune.report.formatting import show_count, show_examples, show_option
 from crosstune.report.outcome import METHODS, evaluations, summed
-from crosstune.report.template import draw
+from crosstune.report.template import draw_file
 
 CURVE = "loss.svg"
 _OMITTED = (
@@ -34,12 +34,6 @@ _OMITTED = (
     "log_to",
     "quiet",
     "name",
-)
-_STYLE = (
-    "text{font:12px sans-serif;fill:#667}.grid line{stroke:#dde}.down{text-anchor:end}.across{text-anchor:middle}"
-    ".marks line{stroke:#99a;stroke-dasharray:4 4}.marks .overfit{fill:#c60;opacity:.07}"
-    ".curve path{fill:none;stroke-width:2;vector-effect:non-scaling-stroke}.faint path{opacity:.4}"
-    ".c1 path{stroke:#26c}.c1 circle{fill:#26c}.c2 path{stroke:#c60}.c2 circle{fill:#c60}"
 )
 
 
@@ -60,17 +54,7 @@ class CardFacts:
 def loss_curve(run: RunFiles) -> str | None:
     """Return the loss chart as a self-contained SVG file; None if no loss is recorded."""
     chart = next((chart for chart in run_charts(run) if chart.title == "Loss" and chart.values), None)
-    if chart is None:
-        return None
-    plot = str(draw(chart)).replace(
-        "<svg ", '<svg x="60" y="20" width="680" height="240" overflow="visible" ', 1
-    )
-    plot = re.sub(r' data-readout="[^"]*"', "", plot)  # for the script of the report
-    legend = "  ".join(series.label for series in chart.series)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="310" viewBox="0 0 760 310"><style>{_STYLE}</style>'
-        f'<rect width="760" height="310" fill="#fff"/>{plot}<text x="60" y="302">loss: {legend}</text></svg>\n'
-    )
+    return draw_file(chart) if chart is not None else None
 
 
 def model_card(run: RunFiles, facts: CardFacts, *, has_curve: bool) -> str:

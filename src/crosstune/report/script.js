@@ -114,6 +114,7 @@
 
   // Copy a command with a button, where the browser allows it.
   const offerCopy = (command) => {
+    if (!navigator.clipboard) return;
     const button = document.createElement("button");
     button.type = "button";
     button.className = "copy";
@@ -127,13 +128,12 @@
   };
 
   const enliven = (part) => {
-    if (navigator.clipboard) part.querySelectorAll(".command").forEach(offerCopy);
+    part.querySelectorAll(".command").forEach(offerCopy);
     part.querySelectorAll(".plot[data-readout]").forEach(attach);
     part.querySelectorAll("pre[data-frames]").forEach(replay);
   };
   enliven(document);
-  // A page that shows parts of a report says so for each.
-  document.addEventListener("crosstune:drawn", (event) => enliven(event.target));
+  window.report = { enliven, offerCopy }; // for a page that shows parts of a report
   // Open all details for printing: a closed one prints as its title alone.
   window.addEventListener("beforeprint", () => {
     document.querySelectorAll("details").forEach((each) => { each.open = true; });

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -18,6 +19,13 @@ from crosstune.files.outputs import write_output
 from crosstune.report.charts import Chart
 from crosstune.report.layout import layout
 
+_CHART_STYLE = (
+    "text{font:12px sans-serif;fill:#667}.grid line{stroke:#dde}.down{text-anchor:end}.across{text-anchor:middle}"
+    ".marks line{stroke:#99a;stroke-dasharray:4 4}.marks .overfit{fill:#c60;opacity:.07}"
+    ".curve path{fill:none;stroke-width:2;vector-effect:non-scaling-stroke}.faint path{opacity:.4}"
+    ".c1 path{stroke:#26c}.c1 circle{fill:#26c}.c2 path{stroke:#c60}.c2 circle{fill:#c60}tspan.c1{fill:#26c}tspan.c2{fill:#c60}"
+)
+"""The style of a chart in a file of its own."""
 MARK = b'<meta name="generator" content="crosstune">'
 """Marks every page in its head; a file with this mark may be overwritten."""
 
@@ -41,6 +49,19 @@ def draw(chart: Chart) -> Markup:
     if not chart.values:
         return Markup()
     return Markup(_environment().get_template("chart.svg.jinja").render(chart=chart, **layout(chart)))
+
+
+def draw_file(chart: Chart) -> str:
+    """Return the chart as a self-contained SVG file with its legend."""
+    plot = str(draw(chart)).replace(
+        "<svg ", '<svg x="60" y="20" width="680" height="240" overflow="visible" ', 1
+    )
+    plot = re.sub(r' data-readout="[^"]*"', "", plot)  # for the script of the report
+    legend = "".join(f'<tspan class="c{each.colour}" dx="12">{each.label}</tspan>' for each in chart.series)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="310" viewBox="0 0 760 310"><style>{_CHART_STYLE}</style>'
+        f'<rect width="760" height="310" fill="#fff"/>{plot}<text x="60" y="302">{chart.title.lower()}:{legend}</text></svg>\n'
+    )
 
 
 @cache

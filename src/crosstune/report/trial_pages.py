@@ -25,14 +25,19 @@ from crosstune.report.formatting import (
 from crosstune.report.series import Point
 from crosstune.report.template import fill, write_page
 
-LADDER_FILE, LADDER_PAGE = "ladder.json", "ladder.html"
+LADDER_FILE, SWEEP_FILE = "ladder.json", "sweep.json"
 
 
-def write_ladder_page(folder: Path, *, command: str) -> Path:
-    """Write `ladder.html` next to `ladder.json`; `command` trains with the final options."""
-    target = folder / LADDER_PAGE
-    write_page(target, render_ladder(read_object(folder / LADDER_FILE), name=folder.name, command=command))
+def write_trials_page(file: Path, *, command: str) -> Path:
+    """Write the page of a ladder.json or sweep.json next to it; `command` trains with the options that were found."""
+    target = file.with_suffix(".html")
+    write_page(target, render_trials(file, command=command))
     return target
+
+
+def render_trials(file: Path, *, command: str) -> str:
+    render = render_ladder if file.name == LADDER_FILE else render_sweep
+    return render(read_object(file), name=file.parent.name, command=command)
 
 
 def render_ladder(found: Mapping[str, Any], *, name: str, command: str) -> str:
@@ -48,7 +53,7 @@ def render_ladder(found: Mapping[str, Any], *, name: str, command: str) -> str:
             for row in listed(found.get("criteria"))
         ],
         ratios=[number(ends.get(key)) or 1.0 for key in ("speed", "memory")],
-        figures=_figures(ends),
+        figures=end_figures(ends),
         charts=[chart for chart in [_losses(ends)] if chart.values],
         num_kept=sum(rung["outcome"] == "kept" for rung in rungs),
         command=command,
@@ -84,7 +89,8 @@ def _trials(ends: Mapping[str, Any], side: str) -> list[Mapping[str, Any]]:
     return [mapping(trial) for trial in listed(ends.get(side))]
 
 
-def _figures(ends: Mapping[str, Any]) -> list[tuple[str, FormattedValue]]:
+def end_figures(ends: Mapping[str, Any]) -> list[tuple[str, FormattedValue]]:
+    """Return the speed and the peak memory of the original and the final options, and their ratios."""
     base, new = _trials(ends, "base"), _trials(ends, "new")
     if not base or not new:
         return []
@@ -118,16 +124,8 @@ def _points(ends: Mapping[str, Any], side: str) -> list[tuple[float, float | Non
     return [(float(step), number(value)) for step, value in enumerate(losses, start=1)]
 
 
-SWEEP_FILE, SWEEP_PAGE = "sweep.json", "sweep.html"
 STATUSES = ("finished", "pruned", "failed", "started")
 MOST_CURVES = 60
-
-
-def write_sweep_page(folder: Path, *, command: str) -> Path:
-    """Write `sweep.html` next to `sweep.json`; `command` trains with the best values."""
-    target = folder / SWEEP_PAGE
-    write_page(target, render_sweep(read_object(folder / SWEEP_FILE), name=folder.name, command=command))
-    return target
 
 
 def render_sweep(found: Mapping[str, Any], *, name: str, command: str) -> str:

@@ -14,7 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.quantization import GGUF_TYPES
 from crosstune.results.export import FORMATS
 from crosstune.ui.form import check_form, read_words, reserve_name
-from crosstune.ui.jobs import Asked, Jobs
+from crosstune.ui.jobs import CommandWorker, Jobs
 from crosstune.ui.runs import Runs
 
 _ANSWER_S = 3600.0
@@ -26,21 +26,23 @@ class Actions:
     NAMES = ("check", "plan", "data", "train", "resume", "stop", "merge", "export", "serve", "chat")
 
     def __init__(self, runs: Runs, jobs: Jobs, is_ending: Callable[[], bool]) -> None:
-        self.runs, self.jobs, self.asked, self.is_ending = runs, jobs, Asked(), is_ending
+        self.runs, self.jobs, self.worker, self.is_ending = runs, jobs, CommandWorker(), is_ending
 
     def check(self, asked: Mapping[str, Any]) -> Any:
         return check_form(asked.get("options"), output_dir=self.runs.parent)
 
     def plan(self, asked: Mapping[str, Any]) -> Any:
-        return self.asked.ask(["plan", *self._words(asked)])
+        return self.worker.run(
+            ["plan", *read_words(asked.get("options")), "--output_dir", str(self.runs.parent)]
+        )
 
     def data(self, asked: Mapping[str, Any]) -> Any:
-        return self.asked.ask(["data", *read_words(asked.get("options")), "--show", "8"])
+        return self.worker.run(["data", *read_words(asked.get("options")), "--show", "8"])
 
     def train(self, asked: Mapping[str, Any]) -> Any:
         checked = self.check(asked)
         if checked["problems"]:
-            raise UserError("The options have problems.", why=checked["problems"][0]["message"])
+            raise UserError("Some options are not valid.", why=checked["problems"][0]["message"])
         options = dict(asked["options"])
         name = str(options.get("name", "")).strip() or reserve_name(self.runs.parent)
         words = read_words(options | {"name": name})
@@ -94,9 +96,6 @@ class Actions:
 
     def _start(self, kind: str, words: list[str], folder: Path) -> dict[str, Any]:
         return self.jobs.start(kind, [*words, "--json"], target=str(folder))
-
-    def _words(self, asked: Mapping[str, Any]) -> list[str]:
-        return [*read_words(asked.get("options")), "--output_dir", str(self.runs.parent)]
 
     def _run(self, asked: Mapping[str, Any]) -> Path:
         return self.runs.find(str(asked.get("run", "")))

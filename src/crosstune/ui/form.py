@@ -63,12 +63,8 @@ def read_words(options: Any) -> list[str]:
     words = []
     for name, value in options.items():
         text = str(value)
-        if (
-            name not in options_by_name()
-            or name in _NOT_IN_FORM
-            or len(text) > _LONGEST_VALUE
-            or "\0" in text
-        ):
+        is_known = name in options_by_name() and name not in _NOT_IN_FORM
+        if not is_known or len(text) > _LONGEST_VALUE or "\0" in text:
             raise UserError(f"The option {name!s:.80} cannot have this value.", do="see: crosstune options")
         if text.strip():
             words += [f"--{name}={text}"] if text.startswith("--") else [f"--{name}", text]
@@ -88,13 +84,8 @@ def check_form(options: Any, *, output_dir: Path) -> dict[str, Any]:
     if str(options.get("name", "")).strip().startswith("."):
         problems = [*problems, UserError("The name cannot begin with a dot.", why="such a folder is hidden.")]
     rows = [
-        {
-            "option": _named_in(problem, options),
-            "message": problem.message,
-            "why": problem.why,
-            "do": problem.do,
-        }
-        for problem in problems
+        {"option": _named_in(each, options), "message": each.message, "why": each.why, "do": each.do}
+        for each in problems
     ]
     return {"command": command_line(["train", *words, "--output_dir", str(output_dir)]), "problems": rows}
 

@@ -1,4 +1,4 @@
-"""Guard the page: requests need a token, come from this machine and this page, and are small."""
+"""Protect the page: accept only small requests with the token, from this machine and this page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CLOSED = "This page needs the address that `crosstune ui` printed, with its tok
 
 
 class Guard:
-    """Refuse requests without the token, of other hosts or pages, and with large bodies; add the headers of the policy."""
+    """Refuse requests without the token, from other hosts or pages, or with large bodies; add the security headers."""
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:
         self.app, self.token = app, token
@@ -74,21 +74,18 @@ class Guard:
         headers, is_start = request.headers, request.url.path == "/"
         host = headers.get("host", "")
         try:
-            origin, name = (
-                urllib.parse.urlsplit(headers.get("origin", "")),
-                urllib.parse.urlsplit(f"//{host}").hostname,
-            )
+            origin = urllib.parse.urlsplit(headers.get("origin", ""))
+            name = urllib.parse.urlsplit(f"//{host}").hostname
         except ValueError:
-            return plain(400, "The headers of the request are damaged.")
+            return plain(400, "The request has malformed headers.")
         if name not in LOOPBACK:
-            return plain(403, "This page answers on this machine's own address only.")
+            return plain(403, "This page is available on this machine's loopback address only.")
         is_other = "origin" in headers and (origin.scheme != "http" or origin.netloc != host)
-        if is_other or (
-            headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_start
-        ):
-            return plain(403, "Requests of other pages are refused.")
+        is_foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+        if is_other or (is_foreign and not is_start):
+            return plain(403, "Requests from other pages are refused.")
         if request.method not in ("GET", "HEAD", "POST"):
-            return plain(405, "There is no such method.")
+            return plain(405, "This method is not allowed.")
         if is_start and self._is_token(request.query_params.get("token", "")):
             answer = RedirectResponse("/", status_code=303)
             answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict", max_age=400 * 86400)
@@ -96,7 +93,7 @@ class Guard:
         if not self._is_token(request.cookies.get(self.cookie, "")):
             return plain(401, _CLOSED)
         if request.method == "POST" and not self._is_token(headers.get("x-crosstune-token", "")):
-            return plain(403, "Changes need the token of the page.")
+            return plain(403, "Changes require the token of the page.")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 12 or int(length) > MOST_BODY_BYTES:
             return plain(413, "The request is too large.")

@@ -1,4 +1,4 @@
-"""Start commands of crosstune as processes of their own, which outlive the page, and follow them by their files."""
+"""Start crosstune commands as processes that outlive the page, and follow them through their files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FOLDER = ".ui"
 _MOST_JOBS = 60
 _TAIL_BYTES = 1 << 14
 _OUTPUT_BYTES = 16 << 20
-_ASKED_S, _IDLE_S = 600.0, 300.0
+_COMMAND_S, _IDLE_S = 600.0, 300.0
 _WORKER = """
 import contextlib, io, json, os, sys, threading
 answers = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
@@ -71,7 +71,7 @@ class Jobs:
         job = {"kind": kind, "command": command_line(words), "target": target, "started": time.time()}
         with (folder / "output").open("wb") as output, (folder / "messages").open("wb") as messages:
             child = subprocess.Popen(
-                _command(words),
+                [sys.executable, "-m", "crosstune", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=messages,
@@ -102,7 +102,7 @@ class Jobs:
         result = None if alive else _result(output)
         state = "running" if alive else "done" if result is not None else "failed"
         ready = None
-        if alive and job.get("kind") == "serve" and (ready := _READY.search(_head(folder / "output"))):
+        if alive and job.get("kind") == "serve" and (ready := _READY.search(output)):
             state = "ready"
         if not alive and job.get("stopped"):
             state = "stopped"
@@ -146,7 +146,7 @@ class Jobs:
     def _find(self, name: str) -> Path:
         folder = self.folder / name
         if not is_file_name(name) or name.startswith(".") or not (folder / "job.json").is_file():
-            raise UserError("There is no such job.", do="open one of the list")
+            raise UserError("There is no such job.", do="open one from the list")
         return folder
 
     def _names(self) -> list[str]:
@@ -158,7 +158,7 @@ class Jobs:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
 
 
-class Asked:
+class CommandWorker:
     """A process that runs `plan` and `data`, which print their result at once. It keeps its libraries loaded, since a form
     asks at every change, and ends after some minutes without a request, or with the server."""
 
@@ -166,7 +166,7 @@ class Asked:
         self._busy = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
-    def ask(self, words: Sequence[str]) -> dict[str, Any]:
+    def run(self, words: Sequence[str]) -> dict[str, Any]:
         """Run a command with --json and return its result, and the error it printed."""
         with self._busy:
             answer = self._send([*words, "--json"]) or self._send([*words, "--json"])
@@ -190,7 +190,7 @@ class Asked:
             )
         child = self._child
         assert child.stdin is not None and child.stdout is not None
-        limit = threading.Timer(_ASKED_S, child.kill)
+        limit = threading.Timer(_COMMAND_S, child.kill)
         limit.start()
         try:
             child.stdin.write(json.dumps(words).encode() + b"\n")
@@ -233,10 +233,6 @@ def _holder(lock: Path) -> int | None:
     return None
 
 
-def _command(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "crosstune", *words]
-
-
 def _result(output: bytes) -> dict[str, Any] | None:
     """Return the JSON object that a finished command printed."""
     try:
@@ -244,14 +240,6 @@ def _result(output: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
-
-
-def _head(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(_TAIL_BYTES)
-    except OSError:  # removed by hand
-        return b""
 
 
 def _tail(path: Path, limit: int) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from crosstune.core.errors import UserError
 from crosstune.core.safe_text import printable
-from crosstune.files.json_files import parse_json, read_object, to_json
+from crosstune.files.json_files import parse_json, to_json
 from crosstune.files.paths import missing_run
 from crosstune.files.plain_files import UnreadableFile, is_file_name, open_plain
 from crosstune.files.run_record import BENCHMARKS, JUDGE_METRICS, RUN_FILES
@@ -26,7 +26,7 @@ from crosstune.report.files import RunFiles, is_running, last_rows, load_run, nu
 from crosstune.report.layout import chart_data
 from crosstune.report.page import render
 from crosstune.report.run_list import read_listed
-from crosstune.report.trial_pages import LADDER_FILE, SWEEP_FILE, render_ladder, render_sweep
+from crosstune.report.trial_pages import LADDER_FILE, SWEEP_FILE, render_trials
 
 T = TypeVar("T")
 MOST_BYTES = 1 << 20
@@ -42,7 +42,7 @@ _SPARK_POINTS = 32
 _MOST_NEW_BYTES = 1 << 20
 _RECENT_STEPS = 20
 _MOST_LARGE = 48
-"""Runs, charts and pages that are kept."""
+"""Runs, charts and pages in the cache."""
 _LONGEST_NAME = 1000
 _SHARE_OF_CORE, _LONGEST_STALE_S, _MAX_GROWTH = 0.01, 120.0, 1.25
 _STATUS_S = 1.0
@@ -55,7 +55,7 @@ class Runs:
 
     def __init__(self, parent: Path) -> None:
         self.parent = parent.absolute()
-        self._kept: dict[tuple[Any, ...], _Kept] = {}
+        self._cache: dict[tuple[Any, ...], _Entry] = {}
         self._busy = (threading.RLock(), threading.RLock())  # the list does not wait for a large run
 
     def find(self, name: str) -> Path:
@@ -64,7 +64,7 @@ class Runs:
         if len(name) > _LONGEST_NAME or not all(
             is_file_name(part) and not part.startswith(".") for part in parts
         ):
-            raise UserError("This cannot be the name of a run.", do="open a run of the list")
+            raise UserError("This is not a valid name of a run.", do="open a run from the list")
         folder = self.parent.joinpath(*parts)
         if not _is_folder(folder):
             raise missing_run(folder)
@@ -85,27 +85,26 @@ class Runs:
         return {"folder": str(folder), "runs": runs, "groups": groups}
 
     def warm_up(self) -> None:
-        """Read the list before a page asks for it; it says itself what is wrong."""
+        """Read the list before a page asks for it. Errors are shown when it asks."""
         with contextlib.suppress(UserError, OSError):
             self.listing()
 
     def row(self, name: str) -> dict[str, Any]:
         """Return the line of a run in the list, with its loss over time and the time left."""
         folder = self.find(name)
-        return self._keep_while_it_trains(("row", name), folder, lambda: _row(folder, name))
+        return self._cached_while_training(("row", name), folder, lambda: _row(folder, name))
 
     def is_running(self, folder: Path) -> bool | None:
         moment = int(time.monotonic() / _STATUS_S)
-        return self._keep(("lock", folder), moment, lambda: is_running(folder))
+        return self._cached(("lock", folder), moment, lambda: is_running(folder))
 
     def load(self, name: str) -> tuple[str, RunFiles]:
         """Return a run and the position it was read to."""
         folder = self.find(name)
 
-        def make() -> tuple[str, RunFiles]:
-            return position_of(folder), load_run(folder, most_bytes=MOST_BYTES)
-
-        return self._keep_while_it_trains(("run", name), folder, make)
+        return self._cached_while_training(
+            ("run", name), folder, lambda: (position_of(folder), load_run(folder, most_bytes=MOST_BYTES))
+        )
 
     def page(self, name: str) -> str:
         """Return the report of a run without its curves, or the page of a ladder or a sweep."""
@@ -114,9 +113,9 @@ class Runs:
             file = folder / (LADDER_FILE if kind == "ladder" else SWEEP_FILE)
             if not file.is_file():
                 return _UNDONE[bool(self.is_running(folder))].format(kind=kind)
-            return self._keep(("page", name), _stamp(file), lambda: _render_group(file, kind))
+            return self._cached(("page", name), _stamp(file), lambda: _render_group(file, kind))
         place, run = self.load(name)
-        return self._keep(("page", name), (place, id(run)), lambda: render(run, draws=False), of=[name])
+        return self._cached(("page", name), (place, id(run)), lambda: render(run, draws=False), of=[name])
 
     def charts(
         self, names: Sequence[str], *, smoothing: float, steps: tuple[float, float] | None = None
@@ -135,7 +134,7 @@ class Runs:
             sampled = any(run.is_sampled for run in runs)
             return to_json({"position": loaded[0][0], "charts": charts, "sampled": sampled})
 
-        return self._keep(("charts", tuple(names), smoothing, steps), tuple(map(id, runs)), make, of=names)
+        return self._cached(("charts", tuple(names), smoothing, steps), tuple(map(id, runs)), make, of=names)
 
     def compare(self, names: Sequence[str]) -> str:
         """Return the page that compares runs, without its curves."""
@@ -149,57 +148,57 @@ class Runs:
         folder = self.find(name)
         status = "running" if self.is_running(folder) else self.row(name)["status"]
         # All pages of a run are at the same position, so that what comes after it is read once.
-        now = self._keep(("position", name), int(time.monotonic() / _STATUS_S), lambda: position_of(folder))
+        now = self._cached(("position", name), int(time.monotonic() / _STATUS_S), lambda: position_of(folder))
         make = partial(_changes, folder, after, now, status)
-        return self._keep(("changes", name, after), (now, status), make)
+        return self._cached(("changes", name, after), (now, status), make)
 
-    def _keep_while_it_trains(self, name: tuple[str, str], folder: Path, make: Callable[[], T]) -> T:
+    def _cached_while_training(self, name: tuple[str, str], folder: Path, make: Callable[[], T]) -> T:
         """Return what was made of a run. While only rows and events are added, it is made again when it costs a small share of a
         core, however many pages ask: what is new is on the stream."""
         stamps, running = _stamps(folder), self.is_running(folder)
 
-        def is_fresh(found: _Kept) -> bool:
+        def is_fresh(found: _Entry) -> bool:
             if found.key[1] != running or not _same_part(found.key[0], stamps):
                 return False
             age_s = time.monotonic() - found.made
             return age_s < min(_LONGEST_STALE_S, found.cost_s / _SHARE_OF_CORE)
 
-        if (found := self._kept.get(name)) is not None and is_fresh(found):
+        if (found := self._cache.get(name)) is not None and is_fresh(found):
             return cast(T, found.value)
-        return self._keep(name, (stamps, running), make, is_fresh=is_fresh)
+        return self._cached(name, (stamps, running), make, is_fresh=is_fresh)
 
-    def _keep(
+    def _cached(
         self,
         name: tuple[Any, ...],
         key: Any,
         make: Callable[[], T],
         *,
         of: Sequence[str] = (),
-        is_fresh: Callable[[_Kept], bool] = lambda found: False,
+        is_fresh: Callable[[_Entry], bool] = lambda found: False,
     ) -> T:
         """Return what was made for this key, or make it, at the cost of the runs it is `of`. Pages that ask together wait for the
         first of them, and share what it made, although the run has grown in between."""
         asked = time.monotonic()
         with self._busy[name[0] in ("row", "lock", "position")]:
-            found = self._kept.pop(name, None)
+            found = self._cache.pop(name, None)
             if found is None or not (
                 found.key == key or found.made - found.cost_s >= asked or is_fresh(found)
             ):
                 began = time.monotonic()
                 value = make()
-                found = _Kept(key=key, value=value, made=time.monotonic(), cost_s=time.monotonic() - began)
+                found = _Entry(key=key, value=value, made=time.monotonic(), cost_s=time.monotonic() - began)
                 for each in of:
-                    if (run := self._kept.get(("run", each))) is not None:
+                    if (run := self._cache.get(("run", each))) is not None:
                         run.cost_s += found.cost_s
-            self._kept[name] = found
-            large = [each for each in list(self._kept) if each[0] in ("run", "charts", "page", "changes")]
+            self._cache[name] = found
+            large = [each for each in list(self._cache) if each[0] in ("run", "charts", "page", "changes")]
             for old in large[:-_MOST_LARGE]:
-                self._kept.pop(old, None)
+                self._cache.pop(old, None)
         return cast(T, found.value)
 
 
 @dataclass(kw_only=True)
-class _Kept:
+class _Entry:
     key: Any
     value: Any
     made: float
@@ -247,10 +246,9 @@ def group_kind(folder: Path) -> str:
 
 def _render_group(file: Path, kind: str) -> str:
     """Return the page of a ladder or a sweep, with the command that uses what it found."""
-    found, name = read_object(file), file.parent.name
     options = file.with_name("train.yaml" if kind == "ladder" else "best.yaml")
     command = f"crosstune train --config {shlex.quote(str(options))}" if options.is_file() else ""
-    return (render_ladder if kind == "ladder" else render_sweep)(found, name=name, command=command)
+    return render_trials(file, command=command)
 
 
 def position_of(folder: Path) -> str:
@@ -287,20 +285,13 @@ def _closer(run: RunFiles, steps: tuple[float, float]) -> RunFiles:
 
 def _members(group: Path) -> list[Path]:
     """Return the folders in a folder; a ladder and a sweep have their runs one level below."""
-    return _folders(group / "trials" if group_kind(group) else group)
-
-
-def _folders(parent: Path) -> list[Path]:
+    parent = group / "trials" if group_kind(group) else group
     try:
-        with os.scandir(parent) as entries:
-            names = [entry.name for entry in entries if entry.name[0] != "." and _is_shown(entry.name)]
+        names = [path.name for path in parent.iterdir()]
     except OSError:  # not made yet, or moved away
         return []
-    return [parent / name for name in names if _is_folder(parent / name)]
-
-
-def _is_shown(name: str) -> bool:
-    return is_file_name(name) and printable(name) == name  # a browser cannot ask for others
+    shown = [name for name in names if name[0] != "." and is_file_name(name) and printable(name) == name]
+    return [parent / name for name in shown if _is_folder(parent / name)]  # a browser cannot ask for others
 
 
 def _is_folder(path: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import http.client
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -23,6 +22,7 @@ from starlette.routing import Route
 
 from crosstune.core.errors import UserError
 from crosstune.files.json_files import check_parsed, parse_json, to_json
+from crosstune.files.openai_client import list_models
 from crosstune.report.files import RunFiles
 from crosstune.ui.actions import Actions
 from crosstune.ui.form import describe_form, free_name
@@ -57,11 +57,7 @@ def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> St
         def respond(request: Request) -> Response:
             found = answer(request)
             text = found if isinstance(found, str) else to_json(found)
-            etag = f'"{hashlib.sha256(text.encode()).hexdigest()[:24]}"'
-            headers = {"ETag": etag, "Cache-Control": "no-cache"}
-            if request.headers.get("if-none-match") == etag:
-                return Response(status_code=304, headers=headers)
-            return Response(text, media_type=kind, headers=headers)
+            return _respond(request, text.encode(), kind=kind)
 
         return Route(path, respond, methods=["GET"])
 
@@ -76,11 +72,9 @@ def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> St
             if not isinstance(asked, dict):
                 raise UserError("The request is not a JSON object.")
             found = await run_in_threadpool(answer, asked)
-            return (
-                found
-                if isinstance(found, Response)
-                else Response(to_json(found), media_type="application/json")
-            )
+            if isinstance(found, Response):
+                return found
+            return Response(to_json(found), media_type="application/json")
 
         return Route(path, respond, methods=["POST"])
 
@@ -88,11 +82,7 @@ def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> St
         name = request.path_params.get("name", "index.html")
         if name not in static:
             return plain(404, "There is no such file.")
-        text, etag = static[name]
-        headers = {"ETag": etag, "Cache-Control": "no-cache"}
-        if request.headers.get("if-none-match") == etag:
-            return Response(status_code=304, headers=headers)
-        return Response(text, media_type=_TYPES[Path(name).suffix], headers=headers)
+        return _respond(request, static[name], kind=_TYPES[Path(name).suffix])
 
     async def stream(request: Request) -> Response:
         name, after = (
@@ -133,6 +123,15 @@ def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> St
     return app
 
 
+def _respond(request: Request, text: bytes, *, kind: str) -> Response:
+    """Return a text, or that the browser has it already."""
+    etag = f'"{hashlib.sha256(text).hexdigest()[:24]}"'
+    headers = {"ETag": etag, "Cache-Control": "no-cache"}
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers=headers)
+    return Response(text, media_type=kind, headers=headers)
+
+
 def _about(runs: Runs, name: str) -> dict[str, Any]:
     """Return what the page of a run shows beside its report."""
     folder, run = runs.find(name), runs.load(name)[1]
@@ -163,7 +162,7 @@ def _charts(runs: Runs, request: Request) -> str:
         if "from" in asked:
             steps = (float(asked["from"]), float(asked["to"]))
     except (ValueError, KeyError) as error:
-        raise UserError("The range of steps cannot be read.") from error
+        raise UserError("The range of steps is not valid.") from error
     return runs.charts(_several(request), smoothing=smoothing, steps=steps)
 
 
@@ -223,21 +222,12 @@ class _Streams:
 def _models(jobs: Jobs, name: str) -> dict[str, Any]:
     """Return the models that a job serves; none while it loads them."""
     job = jobs.read(name)
-    names: list[str] = []
-    if job["state"] == "ready" and job["port"]:
-        server = http.client.HTTPConnection("127.0.0.1", job["port"], timeout=10)
-        try:
-            server.request("GET", "/v1/models")
-            names = [str(each["id"]) for each in json.loads(server.getresponse().read())["data"]]
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-            raise UserError("The model server does not answer.", why=str(error)) from error
-        finally:
-            server.close()
+    names = list_models(f"http://127.0.0.1:{job['port']}/v1") if job["port"] else []
     return {"job": job, "models": names}
 
 
-def _read_static(token: str) -> dict[str, tuple[bytes, str]]:
-    """Return the files of the page by name, with their tags."""
+def _read_static(token: str) -> dict[str, bytes]:
+    """Return the files of the page by name."""
     own, report = resources.files("crosstune.ui") / "static", resources.files("crosstune.report")
     folders = (("", own), ("uplot/", own / "uplot"))
     found = {
@@ -251,7 +241,7 @@ def _read_static(token: str) -> dict[str, tuple[bytes, str]]:
         "report.js": (report / "script.js").read_bytes(),
     }
     found["index.html"] = found["index.html"].replace(b"{{token}}", token.encode())
-    return {name: (text, f'"{hashlib.sha256(text).hexdigest()[:24]}"') for name, text in found.items()}
+    return found
 
 
 def _show_error(request: Request, error: Exception) -> Response:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import (
+    ActionParser,
     Line,
     Parser,
     announce_command,
@@ -49,21 +50,17 @@ _HELP = {
 }
 
 
-def make_parser() -> Parser:
-    summary = "\n".join(f"  {name:<8} {text}" for name, text in _HELP.items())
-    parser = Parser("checkpoint", description=f"Checkpoints of a run:\n\n{summary}", epilog=EXAMPLES)
-    parser.add_argument("action", choices=tuple(_HELP))
+def make_parser() -> ActionParser:
+    parser = ActionParser("checkpoint", _HELP, description="Checkpoints of a run:", epilog=EXAMPLES)
     parser.add_argument("target", type=read_run_path, metavar="RUN|CHECKPOINT|FILE")
-    add = parser.add_argument
-    add("--out", type=read_path, help="folder for the result of export and import")
-    newest = "for prune: number of newest checkpoints to keep (default 3)"
-    add("--keep_last_n", type=at_least(1), default=3, help=newest)
-    every = "for prune: also keep steps divisible by N"
-    add("--keep_every", type=at_least(0), default=0, help=every)
-    add("--drop_best", action="store_true", help="for prune: do not keep the best checkpoint")
-    add("--dry_run", action="store_true", help="for prune: only print what would be removed")
-    add("--step", type=at_least(0), help="for import: number of finished steps, if not in the file")
-    add("--without_optimizer", action="store_true", help="for import: import only the weights")
+    add = parser.add_for
+    add("export import", "--out", type=read_path, help="folder for the result")
+    add("prune", "--keep_last_n", type=at_least(1), default=3, help="number of newest checkpoints to keep")
+    add("prune", "--keep_every", type=at_least(0), default=0, help="also keep steps divisible by N")
+    add("prune", "--drop_best", action="store_true", help="do not keep the best checkpoint")
+    add("prune", "--dry_run", action="store_true", help="only print what would be removed")
+    add("import", "--step", type=at_least(0), help="number of finished steps, if not in the file")
+    add("import", "--without_optimizer", action="store_true", help="import only the weights")
     return parser
 
 
@@ -72,21 +69,20 @@ def run(words: Sequence[str]) -> int:
     own, flags = parser.parse_known_args(list(words))
     if flags and own.action not in ("import", "export"):
         parser.refuse_unknown(flags)
-    if own.action in ("import", "export"):
-        if own.out is None:
-            parser.error(f"{own.action} needs --out")
-        if own.action == "export":
-            from crosstune.models.staged import check_out
+    parser.refuse_others(own)
+    if own.action in ("import", "export") and own.out is None:
+        parser.error(f"{own.action} needs --out")
+    if own.action == "export":
+        from crosstune.models.staged import check_out
 
-            check_out(own.out.absolute())
-        else:
-            check_output_folder(own.out, option="out")
-            if has_record(own.out):
-                raise UserError(f"{own.out} already contains a run.", do="choose a different --out")
-    actions = {"list": _list, "verify": _verify, "show": _show, "prune": _prune}
-    if own.action in actions:
-        return actions[own.action](own)
-    return _export(own, flags) if own.action == "export" else _import(own, flags)
+        check_out(own.out.absolute())
+        return _export(own, flags)
+    if own.action == "import":
+        check_output_folder(own.out, option="out")
+        if has_record(own.out):
+            raise UserError(f"{own.out} already contains a run.", do="choose a different --out")
+        return _import(own, flags)
+    return {"list": _list, "verify": _verify, "show": _show, "prune": _prune}[own.action](own)
 
 
 def _folders(target: Path) -> list[tuple[int, Path]]:

@@ -84,7 +84,7 @@ def run(words: Sequence[str]) -> int:
 def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], folder: Path) -> int:
     """Measure, print and write the result; return the exit code. The caller holds the folder's lock."""
     from crosstune.cli.terminal.output import Output
-    from crosstune.ladder.climb import STATE, Ladder
+    from crosstune.ladder.climb import Ladder
     from crosstune.ladder.trial import Trials
     from crosstune.loop.stop import StopSignal
 
@@ -120,12 +120,12 @@ def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], fol
 
     from crosstune.files.atomic_files import write_text
     from crosstune.files.json_files import write_json
-    from crosstune.report.trial_pages import write_ladder_page
+    from crosstune.report.trial_pages import LADDER_FILE, write_trials_page
 
-    write_json(folder / STATE, found.to_json())
+    write_json(folder / LADDER_FILE, found.to_json())
     options = {name: value for name, value in found.options.items() if name not in ("name", "overwrite")}
     write_text(folder / "train.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
-    page = write_ladder_page(folder, command=_train_command(folder))
+    page = write_trials_page(folder / LADDER_FILE, command=_train_command(folder))
     _print_result(output, found, folder, page)
     if own.json:
         print_json(found.to_json() | {"folder": str(folder)})
@@ -175,7 +175,7 @@ def _train_command(folder: Path) -> str:
     return f"crosstune train --config {shlex.quote(shown_path(folder / 'train.yaml'))}"
 
 
-def _why_none(found: Climbed) -> str:
+def why_none_kept(found: Climbed) -> str:
     """Return why no change was kept. A failed change was not measured, so it is not called worse."""
     tried = [step for step in found.steps if step.outcome == "rolled back"]
     num_measured = sum(step.comparison is not None and step.comparison.failed is None for step in tried)
@@ -188,25 +188,24 @@ def _why_none(found: Climbed) -> str:
 
 
 def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None:
-    from crosstune.cli.terminal.figures import size
-    from crosstune.ladder.trial import median
+    from crosstune.report.trial_pages import end_figures
 
     kept = [step for step in found.steps if step.outcome == "kept"]
     output.line("")
     if found.ends is None:
-        output.line(f"result   no rung was kept: {_why_none(found)}")
+        output.line(f"result   no rung was kept: {why_none_kept(found)}")
     elif (failed := found.ends.failed) is not None:
         output.line(
             f"result   {len(kept)} kept, but the trial {failed.name} at the end failed: {failed.error}"
         )
     else:
-        ends = found.ends
-        rates = [median([ends.rate(trial) for trial in side]) for side in (ends.base, ends.new)]
-        unit = "tokens per second of CPU time" if ends.by_cpu_time else "tok/s"
-        peaks = [median([float(trial.peak_bytes) for trial in side]) for side in (ends.base, ends.new)]
+        slow, fast, faster, large, small, smaller = (
+            shown.text for _, shown in end_figures(found.ends.to_json())
+        )
+        by = " by CPU time" * found.ends.by_cpu_time
         output.line(
-            f"result   {len(kept)} kept: {rates[1]:,.0f} {unit} instead of {rates[0]:,.0f} (x {ends.speed:.2f}), "
-            f"peak memory {size(peaks[1])} instead of {size(peaks[0])} (x {ends.memory:.2f})"
+            f"result   {len(kept)} kept: {fast}{by} instead of {slow} ({faster}), peak memory {small} instead of {large} "
+            f"({smaller})"
         )
     for criterion in found.criteria:
         output.line(f"{criterion.met:<11} {criterion.what}: {criterion.measured}")

@@ -183,7 +183,7 @@ def _export(own: argparse.Namespace) -> int:
 
     number = write_layout(open_pairs(read_path(own.target)), own.out, layout=own.layout)
     found = {"folder": str(own.out), "pairs": number, "layout": own.layout}
-    return print_result(found, [f"wrote    {number:,} pairs as {own.layout} to {own.out}"], as_json=own.json)
+    return print_result(found, [f"written  {own.out} ({number:,} pairs as {own.layout})"], as_json=own.json)
 
 
 def _decode(own: argparse.Namespace) -> int:
@@ -223,8 +223,8 @@ def _encode(own: argparse.Namespace) -> int:
     steps = own.steps or 10
     found = encode(_open(own), own.text, steps=steps, guidance=own.guidance, seed=own.seed, out=own.out)
     lines = [" ".join(f"{value:.4f}" for value in row) for row in found["vectors"]]
-    wrote = [f"wrote    {len(lines)} vectors to {own.out}"] if own.out is not None else []
-    return print_result(found, lines + wrote, as_json=own.json)
+    written = [f"written  {own.out} ({len(lines)} vectors)"] if own.out is not None else []
+    return print_result(found, lines + written, as_json=own.json)
 
 
 def _sample(own: argparse.Namespace) -> int:
@@ -242,7 +242,7 @@ def _sample(own: argparse.Namespace) -> int:
     )
     print_result(found, [row["text"] for row in found["texts"]], as_json=own.json)
     if own.out is not None and not own.json:
-        output.line(f"wrote    {len(found['texts'])} vectors to {own.out}")
+        print_written(own.out, f"{len(found['texts'])} vectors")
     return EXIT_DONE
 
 

@@ -98,11 +98,8 @@ def _made_lines(found: Mapping[str, Any]) -> Iterator[Line]:
     if number := found["num_cut"]:
         yield f"cut      {number:,} of {found['num_answers']:,} answers end at --max_new_tokens", WARNING
     out, model = shlex.quote(found["output"]), shlex.quote(found["model"])
-    start = (
-        f"--base_adapter {model}/adapter"
-        if Path(found["model"], "adapter").is_dir()
-        else f"--model_name {model}"
-    )
+    is_adapter = Path(found["model"], "adapter").is_dir()
+    start = f"--base_adapter {model}/adapter" if is_adapter else f"--model_name {model}"
     yield f"check    crosstune pairs check {out} --judge ANOTHER_JUDGE"
     yield f"train    crosstune train --recipe preference {start} --dataset {out}"
 

@@ -26,12 +26,8 @@ def make_parser() -> Parser:
     parser = Parser("push", description=about, epilog=EXAMPLES)
     add = parser.add_argument
     add("target", type=read_run, metavar="RUN", help="a run")
-    add(
-        "--to",
-        required=True,
-        metavar="ORG/NAME",
-        help="the repository on the hub; created if it does not exist",
-    )
+    to = "the repository on the hub; created if it does not exist"
+    add("--to", required=True, metavar="ORG/NAME", help=to)
     what = "the adapter (default), the merged model, or a GGUF file; a fully trained run is always merged or gguf"
     add("--what", choices=("adapter", "merged", "gguf"), help=what)
     base = "the base model on the hub, if the run was trained on a local folder"
@@ -95,11 +91,7 @@ def run(words: Sequence[str]) -> int:
         lines = [f"  {name:<28} {size(count):>10}" for name, count in sizes.items()]
         url = None if own.dry_run else push.upload(request, folder, say=Output().line)
     if own.dry_run:
-        where = (
-            f"written  {own.out}"
-            if own.out is not None
-            else "nothing was written; --out FOLDER keeps the files"
-        )
+        where = f"written  {own.out}" if own.out else "nothing was written; --out FOLDER keeps the files"
         lines = [*lines, "", *card.splitlines(), "", f"{where}; nothing was sent"]
     else:
         lines.append(

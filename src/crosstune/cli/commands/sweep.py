@@ -170,7 +170,7 @@ def _write_result(output: Any, sweep: Sweep, *, as_json: bool) -> None:
 
     from crosstune.cli.terminal.output import Column, table_lines, terminal_width
     from crosstune.files.atomic_files import write_text
-    from crosstune.report.trial_pages import write_sweep_page
+    from crosstune.report.trial_pages import SWEEP_FILE, write_trials_page
     from crosstune.sweep.choose import num_combinations
 
     best, trials, folder = sweep.best, sweep.ranked, sweep.folder
@@ -179,7 +179,7 @@ def _write_result(output: Any, sweep: Sweep, *, as_json: bool) -> None:
     options = yaml.safe_dump(sweep.options_of(best), sort_keys=False, allow_unicode=True)
     write_text(folder / "best.yaml", options)
     command = f"crosstune train --config {shlex.quote(shown_path(folder / 'best.yaml'))}"
-    page = write_sweep_page(folder, command=command)
+    page = write_trials_page(folder / SWEEP_FILE, command=command)
 
     def column(title: str, cells: Sequence[str], rank: int = 0) -> Column:
         return Column(title=title, cells=cells, right=title not in ("trial", "status"), rank=rank)

@@ -19,8 +19,8 @@ EXAMPLES = """examples:
   crosstune ui --output_dir experiments --port 9000 --no_browser
   ssh -L 8642:127.0.0.1:8642 SERVER crosstune ui --no_browser      (the page of another machine)
 
-The page answers on this machine's loopback address only, to the address with the token that is printed. Runs that it
-starts are ordinary commands: they go on when the page or this command ends."""
+The page listens on this machine's loopback address only, and requires the token in the printed address. Runs started from
+it are ordinary commands: they continue when the page is closed or this command ends."""
 DEFAULT_PORT = 8642
 
 
@@ -58,7 +58,7 @@ def run(words: Sequence[str]) -> int:
         token = read_token(own.output_dir)
         server = make_server(own.output_dir, token=token)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={token}"
-        print_line(f"ready    {url}   (Ctrl-C ends the page; runs go on)")
+        print_line(f"ready    {url}   (Ctrl-C stops the page; runs continue)")
         if not own.no_browser:
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt):

@@ -112,11 +112,8 @@ def _processes(now: Situation) -> list[Change]:
     number = plan.machine.num_cores // CORES_EACH if on_cpu else len(plan.backend.devices)
     number = max((n for n in range(1, number + 1) if rows % n == 0), default=1)
     if number < 2:
-        raise NotApplicable(
-            f"{plan.machine.num_cores} cores are best used by one process"
-            if on_cpu
-            else "there is one device"
-        )
+        few_cores = f"{plan.machine.num_cores} cores are best used by one process"
+        raise NotApplicable(few_cores if on_cpu else "there is one device")
     batch = min(config.batch_size, rows // number)
     if rows % (batch * number):
         raise NotApplicable(f"{rows} rows per step cannot be divided among {number} processes")

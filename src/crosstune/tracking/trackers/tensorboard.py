@@ -30,33 +30,29 @@ class Tracker:
         path = folder / f"events.out.tfevents.{time.time_ns() // 1000:016d}.{os.getpid()}"
         self._file = path.open("wb")
         self._records = RecordWriter(self._file)
-        self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._write(file_version="brain.Event:2")
         if run.continues:  # makes readers drop later steps in earlier files
             status = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(event_pb2.Event(wall_time=time.time(), step=run.resumes_at + 1, session_log=status))
-        self._write_text("config", f"```json\n{_indented(run.config)}\n```", step=run.resumes_at)
+            self._write(step=run.resumes_at + 1, session_log=status)
+        self._write_text("config", _indented(run.config), step=run.resumes_at)
         return Place(where=str(folder), view=f"tensorboard --logdir {run.folder.parent}")
 
     def log(self, values: Values, *, step: int) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.compat.proto import summary_pb2
 
         found = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(
-            event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=found))
-        )
+        self._write(step=step, summary=summary_pb2.Summary(value=found))
 
     def log_rows(self, name: str, rows: Rows, *, step: int) -> None:
         self._write_text(name, _markdown(rows), step=step)
 
     def finish(self, summary: Mapping[str, Any], *, succeeded: bool) -> None:
         if summary:
-            self._write_text(
-                "summary", f"```json\n{_indented(summary)}\n```", step=int(summary.get("steps") or 0)
-            )
+            self._write_text("summary", _indented(summary), step=int(summary.get("steps") or 0))
         self._file.close()
 
     def _write_text(self, tag: str, text: str, *, step: int) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
+        from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2
         from tensorboard.plugins.text import metadata
 
         shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
@@ -66,17 +62,17 @@ class Tracker:
             tensor=tensor,
             metadata=metadata.create_summary_metadata(display_name=tag, description=""),
         )
-        self._write(
-            event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=[value]))
-        )
+        self._write(step=step, summary=summary_pb2.Summary(value=[value]))
 
-    def _write(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())
+    def _write(self, **fields: Any) -> None:
+        from tensorboard.compat.proto import event_pb2
+
+        self._records.write(event_pb2.Event(wall_time=time.time(), **fields).SerializeToString())
         self._file.flush()
 
 
 def _indented(data: Mapping[str, Any]) -> str:
-    return json.dumps(data, indent=2, ensure_ascii=False)
+    return f"```json\n{json.dumps(data, indent=2, ensure_ascii=False)}\n```"
 
 
 def _markdown(rows: Rows) -> str:

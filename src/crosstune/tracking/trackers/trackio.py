@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosstune.tracking.tracker import Place, Rows, TrackedRun, Unavailable, Values
+from crosstune.tracking.values import numbers
 
 PACKAGE = "trackio"
 ENVIRONMENT: Mapping[str, str] = {"HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -44,11 +45,6 @@ class Tracker:
         self._run.log({name: table}, step=step)
 
     def finish(self, summary: Mapping[str, Any], *, succeeded: bool) -> None:
-        numbers = {
-            f"run/{name}": value
-            for name, value in summary.items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-        }
-        if numbers:
-            self._run.log(numbers, step=int(summary.get("steps") or 0))
+        if found := numbers("run", summary):
+            self._run.log(found, step=int(summary.get("steps") or 0))
         self._run.finish()

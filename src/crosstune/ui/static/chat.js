@@ -20,7 +20,7 @@ export const showChat = async (place, { parts, signal }) => {
       h("div", {}, box("First", parts[0] ?? trained[0]?.name ?? "", "first-model")),
       h("div", {}, box("Second (may be empty)", parts[1] ?? base, "second-model")),
       h("button", { class: "primary", type: "submit", onclick: start }, "Load")),
-    !trained.length ? h("p", { class: "empty-line" }, "No run has finished yet. A model can be chatted with already: give its name.") : "");
+    !trained.length ? h("p", { class: "empty-line" }, "No run has finished yet. To chat with a model, enter its name.") : "");
   return undefined;
 };
 

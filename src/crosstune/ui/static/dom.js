@@ -14,7 +14,6 @@ export const h = (tag, props = {}, ...children) => {
 };
 
 const token = document.querySelector("meta[name=token]").content;
-const kept = new Map();
 
 export class Refused extends Error {
   constructor({ error, why = "", do: advice = "" }) {
@@ -30,7 +29,7 @@ const respond = async (path, options) => {
   } catch (error) {
     if (error.name === "AbortError") throw error;
     document.getElementById("offline").hidden = false;
-    throw new Refused({ error: "The server does not answer.", do: "start crosstune ui again" });
+    throw new Refused({ error: "The server does not respond.", do: "start crosstune ui again" });
   }
   document.getElementById("offline").hidden = true;
   if (answer.ok) return answer;
@@ -40,16 +39,9 @@ const respond = async (path, options) => {
   throw new Refused(found);
 };
 
-// Return the answer, the same object as before where nothing changed.
-export const get = async (path, { signal } = {}) => {
-  const before = kept.get(path);
-  const answer = await respond(path, { signal });
-  const tag = answer.headers.get("etag");
-  if (before && tag && before.tag === tag) return before.data;
-  const data = answer.headers.get("content-type").startsWith("application/json") ? await answer.json() : await answer.text();
-  if (kept.size > 200) kept.clear();
-  kept.set(path, { tag, data });
-  return data;
+export const get = async (path) => {
+  const answer = await respond(path);
+  return answer.headers.get("content-type").startsWith("application/json") ? answer.json() : answer.text();
 };
 
 export const send = (name, body, signal) =>
@@ -123,13 +115,9 @@ export const bytes = (size) => {
 const GLYPHS = { finished: "✓", done: "✓", ready: "✓", stopped: "■", failed: "✕", killed: "✕", damaged: "✕", running: "▶" };
 export const badge = (status) => h("span", { class: `badge ${status}` }, h("span", { "aria-hidden": "true" }, GLYPHS[status] ?? "●"), ` ${status}`);
 export const copyable = (text, id) => {
-  const code = h("code", { id }, text);
-  const button = h("button", { class: "copy", type: "button", onclick: async () => {
-    await navigator.clipboard.writeText(code.textContent);
-    button.textContent = "copied";
-    setTimeout(() => { button.textContent = "copy"; }, 1500);
-  } }, "copy");
-  return h("pre", { class: "command" }, code, button);
+  const command = h("pre", { class: "command" }, h("code", { id }, text));
+  window.report.offerCopy(command);
+  return command;
 };
 // A dialog with a form; resolves to its values, or null when it is closed.
 export const ask = (title, fields, { go = "OK", text = "" } = {}) => new Promise((resolve) => {

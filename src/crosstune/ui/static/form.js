@@ -4,15 +4,12 @@ import { bytes, copyable, doing, duration, errorBox, explain, get, h, link, post
 const field = (option, { values, changed, models }) => {
   const id = `option-${option.name}`;
   let input;
-  if (option.choices) {
-    input = h("select", { id }, h("option", { value: "" }, `${option.default || "not set"} (default)`), option.choices.map((each) => h("option", { value: each }, each)));
-  } else if (option.kind === "bool") {
-    input = h("select", { id }, h("option", { value: "" }, `${option.default || "not set"} (default)`), ["true", "false"].map((each) => h("option", {}, each)));
+  const choices = option.kind === "bool" ? ["true", "false"] : option.choices;
+  if (choices) {
+    input = h("select", { id }, h("option", { value: "" }, `${option.default || "not set"} (default)`), choices.map((each) => h("option", { value: each }, each)));
   } else {
     input = h("input", { id, placeholder: option.default || "not set", autocomplete: "off", spellcheck: "false", inputmode: ["int", "float"].includes(option.kind) ? "decimal" : null });
-    if (option.name === "model_name") {
-      input.setAttribute("list", "models");
-    }
+    if (option.name === "model_name") input.setAttribute("list", "models");
   }
   input.value = values[option.name] ?? "";
   input.addEventListener(input.tagName === "SELECT" ? "change" : "input", () => changed(option.name, input.value));
@@ -105,7 +102,7 @@ export const showForm = async (place, { parts, signal }) => {
         startButton.disabled = found.problems.length > 0;
         if (found.problems.length) {
           asking?.abort();
-          plan.replaceChildren(h("div", { class: "callout failed" }, h("strong", {}, "These values cannot work."), h("ul", {}, found.problems.map((each) => h("li", {}, each.message)))));
+          plan.replaceChildren(h("div", { class: "callout failed" }, h("strong", {}, "These values are not valid."), h("ul", {}, found.problems.map((each) => h("li", {}, each.message)))));
         } else makePlan();
       } catch (error) { if (!signal.aborted) plan.replaceChildren(errorBox(error)); }
     }, 150);
@@ -158,7 +155,7 @@ const drawPlan = (place, { result, error }) => {
     ...(result.cannot_train ?? []).map((text) => h("p", { class: "callout failed said" }, text)),
     found.fits === false ? h("p", { class: "callout failed" }, "It does not fit in memory. ", found.change_that_fits ?? "") : "",
     ...(result.warnings ?? []).map((text) => h("p", { class: "callout said" }, text)),
-    result.adjustments?.length ? h("details", { open: true }, h("summary", {}, `${result.adjustments.length} decided or changed`),
+    result.adjustments?.length ? h("details", { open: true }, h("summary", {}, `${result.adjustments.length} chosen or changed automatically`),
       h("ul", { class: "adjusted" }, result.adjustments.map((each) => h("li", {}, h("code", {}, `${each.option} ${each.used}`), " ", h("span", { class: "quiet" }, each.reason))))) : "",
     ...(result.not_checked ?? []).map((text) => h("p", { class: "quiet" }, `Not checked: ${text}`)));
 };

@@ -106,7 +106,7 @@ export const showList = async (place, { parts, signal }) => {
       empty.replaceChildren(...(found.runs.length
         ? [h("h2", {}, "No run matches."), h("p", {}, "Search for a part of a name, a model, or a status such as running.")]
         : group ? [h("h2", {}, "No runs."), h("p", {}, "The first trial has not started, or its folder was removed from ", h("code", {}, found.folder), ".")]
-        : [h("h2", {}, "No runs yet."), h("p", {}, "Start one here, or in a terminal; it appears by itself. Runs are read from ", h("code", {}, found.folder), "."),
+        : [h("h2", {}, "No runs yet."), h("p", {}, "Start one here or in a terminal. Runs are read from ", h("code", {}, found.folder), "."),
           h("p", {}, h("a", { class: "button primary", href: "#/new" }, "Start a run")), copyable("crosstune train --max_steps 40")]));
     }
   };
@@ -125,7 +125,7 @@ export const showList = async (place, { parts, signal }) => {
 export const showJobs = async (place, { signal }) => {
   const rows = h("div", { class: "job-list" });
   place.append(h("div", { class: "head" }, h("h1", {}, "Jobs")), h("p", { class: "quiet about-jobs" },
-    "Commands started here. They are ordinary processes: they go on when this page or its server ends."), rows);
+    "Commands started from this page. They are ordinary processes and continue when the page is closed or its server ends."), rows);
   const made = new Map();
   const draw = ({ jobs }) => {
     if (!jobs.length) rows.replaceChildren(h("div", { class: "empty" }, h("h2", {}, "No jobs."), h("p", {}, "Start a run, or merge, export or chat with one.")));
@@ -142,7 +142,7 @@ export const showJobs = async (place, { signal }) => {
         h("p", { class: "buttons" },
           job.run ? h("a", { class: "button", href: link("run", job.run) }, "Open the run") : null,
           job.kind === "serve" && job.state === "ready" ? h("a", { class: "button", href: link("chat", "job", job.id) }, "Open the chat") : null,
-          ["running", "ready"].includes(job.state) ? h("button", { type: "button", onclick: doing(async () => { await post("stop", { job: job.id }); toast("Asked to stop."); }) }, "Stop") : null),
+          ["running", "ready"].includes(job.state) ? h("button", { type: "button", onclick: doing(async () => { await post("stop", { job: job.id }); toast("Stopping …"); }) }, "Stop") : null),
         job.result?.path || job.result?.out ? h("p", {}, "Written: ", h("code", {}, job.result.path ?? job.result.out)) : null,
         h("details", { open: before?.querySelector("details")?.open || job.state === "failed" }, h("summary", {}, "Messages"), h("pre", { class: "messages" }, job.messages)));
       if (before) before.replaceWith(element);

@@ -28,7 +28,7 @@ export const showReport = async (place, path, { without = [] } = {}) => {
     if (place.children[index] !== shown) place.insertBefore(shown, place.children[index] ?? null);
   });
   for (const each of old.values()) each.remove();
-  for (const each of drawn) each.dispatchEvent(new CustomEvent("crosstune:drawn", { bubbles: true }));
+  drawn.forEach(window.report.enliven);
   return parts.map((part) => [part.id, part.querySelector("h2")?.firstChild?.textContent?.trim()]).filter(([, title]) => title);
 };
 
@@ -38,8 +38,6 @@ const smoothingSelect = (onchange) => {
   return select;
 };
 
-const WORD = { failed: "The training failed.", killed: "The training was killed: no process holds the run, and no end is recorded.", stopped: "The training was stopped." };
-
 export const showRun = async (place, { parts, signal }) => {
   const name = parts.join("/");
   const own = query([name]);
@@ -48,7 +46,7 @@ export const showRun = async (place, { parts, signal }) => {
   const status = h("span");
   const live = h("div", { class: "live-line", "aria-live": "off" });
   const buttons = h("div", { class: "tools" });
-  const word = h("div", { role: "status" });
+  const notice = h("div", { role: "status" });
   const charts = h("div", { class: "charts grid" });
   const sampled = h("p", { class: "quiet", hidden: true }, "This run has many steps: a part of them is drawn. Drag over a chart to see every step there.");
   const noCharts = h("p", { class: "empty-line", hidden: true }, "No step is recorded yet. The curves appear with the first step.");
@@ -58,7 +56,7 @@ export const showRun = async (place, { parts, signal }) => {
   place.append(
     h("div", { class: "head" }, h("div", {}, h("p", { class: "crumbs" }, h("a", { href: "#/" }, "Runs"), " / ", parts.length > 1 ? [h("a", { href: link("group", parts[0]) }, parts[0]), " / "] : null),
       h("h1", {}, parts.at(-1), " ", status)), buttons),
-    word, live, jump,
+    notice, live, jump,
     h("section", { id: "charts" }, h("div", { class: "chart-head" }, h("h2", {}, "Charts"), smoothingSelect((value) => { state.smoothing = value; drawCharts(); })), noCharts, charts, sampled),
     sections, checkpoints);
   const grid = makeCharts(charts, { signal, closer: ([low, high]) => get(`/api/charts?${own}&smoothing=${state.smoothing}&from=${low}&to=${high}`) });
@@ -67,7 +65,7 @@ export const showRun = async (place, { parts, signal }) => {
     const found = await get(`/api/charts?${own}&smoothing=${state.smoothing}`);
     if (signal.aborted) return;
     state.position = found.position;
-    grid.set(structuredClone(found.charts));
+    grid.set(found.charts);
     // The charts may be older than the rows on the stream, which arrive once.
     const last = Math.max(0, ...found.charts.flatMap((chart) => chart.series.filter(({ key }) => key).map(({ x }) => x.at(-1) ?? 0)));
     state.rows = state.rows.filter((row) => row.step > last);
@@ -117,7 +115,7 @@ export const showRun = async (place, { parts, signal }) => {
     if (buttons.dataset.key === key) return; // a button in use stays
     buttons.dataset.key = key;
     buttons.replaceChildren(...[
-      running && has("Stop", true, start("stop", {}, "Asked to stop. A checkpoint is saved first.")),
+      running && has("Stop", true, start("stop", {}, "Stopping: a checkpoint is saved first.")),
       !running && about.checkpoints.length > 0 && now !== "finished" && has("Resume", true, start("resume", {}, "The run continues.")),
       !running && about.checkpoints.length > 0 && has("Extend", false, extend),
       about.uses.includes("chat") && has("Chat", true, () => { location.hash = link("chat", name); }),
@@ -142,8 +140,8 @@ export const showRun = async (place, { parts, signal }) => {
   // Take what was added to the run: rows at once, everything else at most every few seconds.
   let due = 0;
   let drawn = 0;
-  const later = (wait) => { due = due || setTimeout(async () => { due = 0; drawn = Date.now(); try { await drawAll(); word.replaceChildren(); } catch (error) { failed(error); } }, wait); };
-  const failed = (error) => { if (!signal.aborted) { word.replaceChildren(errorBox(error)); later(3000); } };
+  const later = (wait) => { due = due || setTimeout(async () => { due = 0; drawn = Date.now(); try { await drawAll(); notice.replaceChildren(); } catch (error) { failed(error); } }, wait); };
+  const failed = (error) => { if (!signal.aborted) { notice.replaceChildren(errorBox(error)); later(3000); } };
   const take = (found) => {
     if (signal.aborted) return;
     state.position = found.position;
@@ -159,19 +157,16 @@ export const showRun = async (place, { parts, signal }) => {
         eta_s: about.num_steps ? Math.max(0, about.num_steps - last.step) * seconds : null });
     }
     const changed = found.status !== about.status;
-    if (changed) {
-      about = { ...about, status: found.status };
-      word.replaceChildren(...(WORD[found.status] ? [h("p", { class: `callout ${found.status === "stopped" ? "" : "failed"}` }, WORD[found.status])] : []));
-    }
+    if (changed) about = { ...about, status: found.status };
     drawHead();
     if (changed || found.reset || found.events.some((kind) => kind !== "evaluating") || (found.rows.length && !charts.children.length)) later(changed ? 50 : Math.max(0, 3000 - (Date.now() - drawn)));
-    else if (found.rows.length) later(20000); // smoothed curves and totals follow the steps
+    else if (found.rows.length) later(10000); // smoothed curves and totals follow the steps
   };
   drawHead();
   drawCheckpoints();
   await Promise.all([drawCharts(), drawReport()]).catch(failed);
   if (signal.aborted) return;
-  follow(name, state, { signal, take, gone: (message) => word.replaceChildren(h("p", { class: "callout failed" }, `${message} The page shows what was read before.`)) });
+  follow(name, state, { signal, take, gone: (message) => notice.replaceChildren(h("p", { class: "callout failed" }, `${message} The page shows the last state it read.`)) });
   signal.addEventListener("abort", () => clearTimeout(due));
 };
 
@@ -207,7 +202,7 @@ export const showCompare = async (place, { parts, signal }) => {
   const own = query(parts);
   const charts = h("div", { class: "charts grid" });
   const sections = h("div", { class: "sections" });
-  const draw = async (value) => grid.set(structuredClone((await get(`/api/charts?${own}&smoothing=${value}`)).charts));
+  const draw = async (value) => grid.set((await get(`/api/charts?${own}&smoothing=${value}`)).charts);
   place.append(h("div", { class: "head" }, h("div", {}, h("p", { class: "crumbs" }, h("a", { href: "#/" }, "Runs"), " / compare"), h("h1", {}, parts.map((part) => part.split("/").at(-1)).join(" · "))),
     h("div", { class: "tools" }, parts.length === 2 ? h("a", { class: "button", href: link("chat", ...parts) }, "Chat with both") : null)),
   h("section", { id: "charts" }, h("div", { class: "chart-head" }, h("h2", {}, "Curves"), smoothingSelect(draw)), charts), sections);
