@@ -13,6 +13,7 @@ from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
+from crosstune.core.protocols import HasOwnHead
 from crosstune.mlx_engine.adapters import (
     AdaptedLinear,
     add_adapters,
@@ -35,7 +36,7 @@ from crosstune.mlx_engine.load import (
 )
 from crosstune.mlx_engine.optimizer import Adam, Masters, Optimizer
 from crosstune.mlx_engine.session import MlxSession
-from crosstune.mlx_engine.task import BuildContext, Gradients, HasOwnHead, Loss, MlxTask
+from crosstune.mlx_engine.task import BuildContext, Gradients, Loss, MlxTask
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
 from crosstune.mlx_engine.text_session import TextSession
 from crosstune.mlx_engine.wrap_call import recompute_in_backward

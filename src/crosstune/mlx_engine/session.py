@@ -20,6 +20,7 @@ from crosstune.core.protocols import (
     Backward,
     Batch,
     EvalResult,
+    HasOwnHead,
     Memory,
     PreparedBatch,
     SessionState,
@@ -32,7 +33,7 @@ from crosstune.mlx_engine.load import DTYPES
 from crosstune.mlx_engine.optimizer import Masters, Optimizer
 from crosstune.mlx_engine.probe import MlxProfiler
 from crosstune.mlx_engine.save_model import save_tensors
-from crosstune.mlx_engine.task import Arrays, BuildContext, Gradients, HasOwnHead, Loss, MetricSums, MlxTask
+from crosstune.mlx_engine.task import Arrays, BuildContext, Gradients, Loss, MetricSums, MlxTask
 from crosstune.mlx_engine.wrap_call import bad_arrays, watch_outputs
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import changes_to_base, save_adapter

@@ -16,6 +16,7 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
+from crosstune.core.protocols import HasOwnHead
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.process.ranks import Group, SingleProcess
 from crosstune.torch_engine.device import PRECISIONS, compile_blocks, memory_errors, open_device
@@ -33,7 +34,7 @@ from crosstune.torch_engine.session.optimizer import Masters, make_optimizer
 from crosstune.torch_engine.session.session import TorchSession
 from crosstune.torch_engine.session.text_session import TextSession
 from crosstune.torch_engine.sharding.context import check_parts
-from crosstune.torch_engine.task import BuildContext, HasFastLayers, HasOwnHead, KeepsReference, TorchTask
+from crosstune.torch_engine.task import BuildContext, HasFastLayers, KeepsReference, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 from crosstune.torch_engine.tasks.router_balance import check_router_balance
 

@@ -68,14 +68,6 @@ class MeasuresEvaluation(Protocol):
 
 
 @runtime_checkable
-class HasOwnHead(Protocol):
-    """A task whose head is trained in full, even with adapters on the other layers. Its result is a merged model."""
-
-    head_names: Sequence[str]
-    """The canonical names of the head's parameters."""
-
-
-@runtime_checkable
 class HasFastLayers(Protocol):
     """A task that can run the model with fast layers."""
 

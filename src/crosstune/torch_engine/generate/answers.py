@@ -7,6 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import psutil
 import torch
@@ -15,7 +16,13 @@ import torch.distributed as dist
 from crosstune.core.answers import Answer, Earlier, Question, group_equal
 from crosstune.core.sampling import Sampling
 from crosstune.torch_engine.device import clear_cache
-from crosstune.torch_engine.generate.rows import Block, Rows, Sampler, mark_seen
+from crosstune.torch_engine.generate.rows import Block, Sampler, mark_seen
+
+if TYPE_CHECKING:
+    from crosstune.torch_engine.generate.fast import FastRows
+    from crosstune.torch_engine.generate.general import GeneralRows
+
+    Rows: TypeAlias = FastRows | GeneralRows
 
 MOST_ROWS_ON_GPU, MOST_ROWS_ON_CPU = 256, 64
 _FIRST_COLUMNS = 512

@@ -90,6 +90,7 @@ class FastRows:
         )
 
     def allocate(self, num_rows: int, columns: int, most_columns: int) -> None:
+        """Make a cache; it grows if answers need more columns. No row needs more than `most_columns`."""
         self._most_columns = most_columns
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
@@ -111,10 +112,11 @@ class FastRows:
         return torch.cat(found)
 
     def save(self, row: int, length: int) -> Block:
-        """Return a copy of the first columns of a row."""
+        """Return a copy of the prompt that `fill` has just written to a row."""
         return [(k[row, :length].clone(), v[row, :length].clone()) for k, v in self._layers()]
 
     def load(self, block: Block, rows: Sequence[int]) -> None:
+        """Write a saved prompt to rows."""
         length = len(block[0][0])
         for (keys, values), (k, v) in zip(self._layers(), block, strict=True):
             for row in rows:
@@ -122,6 +124,7 @@ class FastRows:
         self._set_lengths(rows, [length] * len(rows))
 
     def release(self, row: int) -> None:
+        """Mark the end of a row's answer; its cache may be overwritten."""
         self._lengths[row] = 0
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -96,7 +96,7 @@ class _Layer(CacheLayerMixin):
 
 
 class GeneralRows:
-    """Decode one token of every row at a time with the modules of transformers."""
+    """Decode one token of every row at a time with the modules of transformers, by the methods of `FastRows`."""
 
     allows_graph = False
 
@@ -128,7 +128,6 @@ class GeneralRows:
         self._alive: set[int] = set()
 
     def fill(self, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Compute each prompt once, write it to all of its rows, and return the logits after it."""
         found = []
         for pack in split_packs(prompts, self.device):
             found.append(self._fill_pack(prompts[pack], rows[pack]))
@@ -155,7 +154,6 @@ class GeneralRows:
         self._alive.discard(row)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all other rows."""
         chosen = torch.tensor(rows, device=self.device)
         for layer in self._cache.layers:
             layer.keys, layer.values = layer.keys[chosen], layer.values[chosen]
@@ -178,7 +176,6 @@ class GeneralRows:
         return False
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append a token to every row, and return the logits after it."""
         columns = self._columns
         starts = torch.tensor(self._starts, device=self.device)[:, None]
         mask = (torch.arange(columns.start, columns.end + 1, device=self.device) >= starts).long()

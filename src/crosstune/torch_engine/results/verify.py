@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.models.folder import readable_errors
 from crosstune.process.this_process import hide_output
 from crosstune.torch_engine.device import Precision
 from crosstune.torch_engine.loading.blocks import Expansion
-from crosstune.torch_engine.loading.load import model_kind, read_config, readable_errors
+from crosstune.torch_engine.loading.load import model_kind, read_config
 from crosstune.torch_engine.loading.stream import Place, find_tensors, read_tensor
 from crosstune.torch_engine.quantized import QuantLinear
 from crosstune.torch_engine.sharding.local_shard import without_gradients

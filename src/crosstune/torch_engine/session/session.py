@@ -30,6 +30,7 @@ from crosstune.core.protocols import (
     Backward,
     Batch,
     EvalResult,
+    HasOwnHead,
     Memory,
     PreparedBatch,
     RecordsBase,
@@ -66,7 +67,6 @@ from crosstune.torch_engine.sharding.local_shard import (
 from crosstune.torch_engine.task import (
     BuildContext,
     HasFastLayers,
-    HasOwnHead,
     MeasuresEvaluation,
     Tensors,
     TorchTask,

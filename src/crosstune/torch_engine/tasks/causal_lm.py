@@ -19,7 +19,7 @@ from crosstune.data.batches.forked import Fork, ForkedBatch, fork_rows, separate
 from crosstune.data.batches.token_batch import IGNORED, Example, TokenBatch, number_answers
 from crosstune.estimate.vision_families import family_of
 from crosstune.files.json_files import write_json
-from crosstune.models.identity import RECORD, identity
+from crosstune.models.identity import RECORD, base_record
 from crosstune.torch_engine.device import evaluating
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.use_scans import use_chunked_scans
@@ -242,15 +242,8 @@ class CausalLM:
             self.decoder = decoder
 
     def base_record(self) -> dict[str, Any]:
-        """Return the identity of the base weights, their quantization and the precision of the training."""
-        context = self.context
-        assert context.folder is not None
-        spec = context.plan.quant_spec
-        return {
-            "base": {"name": context.plan.config.model_name, "identity": identity(context.folder)},
-            "quantization": spec.to_json() if spec is not None else None,
-            "precision": context.plan.precision,
-        }
+        assert self.context.folder is not None
+        return base_record(self.context.folder, self.context.plan)
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None:
         """Write a model folder that transformers can load."""
