@@ -13,7 +13,7 @@ from vision_models import FAMILIES, draw, tiny_vision
 
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import pad_rows
-from crosstune.estimate.vision_families import family_of, is_tower
+from crosstune.estimate.vision import family_of, is_tower
 from crosstune.torch_engine.open import open_session
 from crosstune.torch_engine.tasks.vision_lm import VisionLM
 

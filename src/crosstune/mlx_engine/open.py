@@ -35,10 +35,9 @@ from crosstune.mlx_engine.load import (
     read_model,
 )
 from crosstune.mlx_engine.optimizer import Adam, Masters, Optimizer
-from crosstune.mlx_engine.session import MlxSession
+from crosstune.mlx_engine.session import MlxSession, TextSession
 from crosstune.mlx_engine.task import BuildContext, Gradients, Loss, MlxTask
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
-from crosstune.mlx_engine.text_session import TextSession
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
 from crosstune.models.adapter_choice import AdapterSettings, Layers
 from crosstune.models.adapter_files import load_adapter

@@ -1,4 +1,4 @@
-"""Implement `Session` with MLX: gradients of a batch, updates, evaluation, state and results."""
+"""Implement `Session` with MLX: gradients of a batch, updates, evaluation, state and results; and text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from crosstune.core.out_of_memory import EVALUATING, STEP, UPDATING, OutOfMemory
+from crosstune.core.answers import Answer
+from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.core.out_of_memory import EVALUATING, GENERATING, STEP, UPDATING, OutOfMemory
 from crosstune.core.profiling import BOTH_PASSES, COMMUNICATION, OPTIMIZER, Phase, ProfileSettings, no_phase
 from crosstune.core.protocols import (
     Array,
@@ -27,6 +29,7 @@ from crosstune.core.protocols import (
 )
 from crosstune.core.weights import check_fit, kept_moments
 from crosstune.mlx_engine.adapters import AdaptedLinear, name_targets
+from crosstune.mlx_engine.generate import sample
 from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, read_memory
 from crosstune.mlx_engine.load import DTYPES
@@ -34,11 +37,12 @@ from crosstune.mlx_engine.optimizer import Masters, Optimizer
 from crosstune.mlx_engine.probe import MlxProfiler
 from crosstune.mlx_engine.save_model import save_tensors
 from crosstune.mlx_engine.task import Arrays, BuildContext, Gradients, Loss, MetricSums, MlxTask
+from crosstune.mlx_engine.tasks.causal_lm import CausalLM
 from crosstune.mlx_engine.wrap_call import bad_arrays, watch_outputs
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import changes_to_base, save_adapter
 from crosstune.models.mlx_adapters import to_mlx
-from crosstune.process.ranks import MetricTotals
+from crosstune.process.ranks import MetricTotals, SingleProcess
 
 RANDOM = "mlx"
 """The key of the random state in a checkpoint."""
@@ -318,3 +322,58 @@ class MlxSession:
 def to_host(array: mx.array) -> Array:
     """Return a copy that later steps do not change."""
     return np.array(array, copy=True)
+
+
+class TextSession(MlxSession):
+    """The session of a causal language model."""
+
+    task: CausalLM
+
+    def logits(self, prompts: Prompts) -> Logits:
+        """Return the logits in the precision of training, without dropout."""
+        return [np.array(self.model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
+
+    def map_batches(self, batches: Iterable[Batch], compute: Callable[[Arrays], mx.array]) -> list[Array]:
+        """Return a vector for each batch, computed without gradients; the processes share the work."""
+        found: dict[int, Array] = {}
+        with self._agreeing(EVALUATING):
+            for index, batch in enumerate(batches):
+                if self._on_this_rank(index):
+                    found[index] = np.array(compute(self._to_device(self.prepare(batch))).astype(mx.float32))
+        return self.gather_vectors(found)
+
+    def own_prompts(self, count: int) -> range:
+        return self.own_share(count)
+
+    def own_share(self, count: int) -> range:
+        ranks = (self.group or SingleProcess()).ranks
+        return range(ranks.rank, count, ranks.size)
+
+    def gather_vectors(self, own: Mapping[int, Array]) -> list[Array]:
+        return (self.group or SingleProcess()).gather_vectors(own)
+
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+        return [answer.content for answer in self.sample(prompts, **options)]
+
+    def sample(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
+        """Call mlx_engine.generate.sample with the model."""
+        with memory_errors(doing=GENERATING):
+            found = sample(self.model, prompts, **options)
+        mx.clear_cache()
+        return found
+
+    def _evaluation_loss(self) -> tuple[Callable[[Arrays], tuple[mx.array, MetricSums]], Sequence[str]]:
+        return self.task.evaluate, self.task.eval_metric_names
+
+    def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
+        for batch in batches:
+            self.task.check_batch(batch.arrays)
+
+    def _seed_from(self, key: mx.array) -> None:
+        """Do nothing: adapters get their keys, and a compiled step cannot use the global generator."""
+
+    def _save_model(self, folder: Path) -> None:
+        self.task.write_model(self.model, folder)
+
+    def _base_record(self) -> dict[str, Any]:
+        return self.task.base_record()

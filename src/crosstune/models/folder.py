@@ -13,8 +13,13 @@ from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.core.out_of_memory import is_out_of_memory
 from crosstune.estimate.fast_layers import why_no_fast_layers_of
 from crosstune.estimate.model_shape import ModelShape
-from crosstune.estimate.tower import read_tower
-from crosstune.estimate.vision_families import TEXT_DEFAULTS, is_projector, is_tower, vision_family
+from crosstune.estimate.vision import (
+    TEXT_DEFAULTS,
+    is_projector,
+    is_tower,
+    read_tower,
+    vision_family,
+)
 from crosstune.files.json_fields import (
     FLAG,
     NOTHING,

@@ -36,7 +36,7 @@ from crosstune.torch_engine.session.text_session import TextSession
 from crosstune.torch_engine.sharding.context import check_parts
 from crosstune.torch_engine.task import BuildContext, HasFastLayers, KeepsReference, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
-from crosstune.torch_engine.tasks.router_balance import check_router_balance
+from crosstune.torch_engine.tasks.token_losses import check_router_balance
 
 
 def open_session(

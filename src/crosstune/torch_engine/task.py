@@ -1,4 +1,4 @@
-"""Define the torch engine's task protocol: a model, the arrays of a batch, a loss."""
+"""Define the torch engine's task protocol (a model, the arrays of a batch, a loss), and sum the metrics of a task."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import nn
 
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.protocols import Array
+from crosstune.process.ranks import MetricTotals
 from crosstune.torch_engine.device import Precision
 
 Tensors = Mapping[str, torch.Tensor]
@@ -93,3 +94,31 @@ class WritesModel(Protocol):
     """
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None: ...
+
+
+Number: TypeAlias = torch.Tensor | float
+
+
+class DeviceTotals(MetricTotals):
+    """The sums stay on the device until `means` reads them."""
+
+    def number(self, value: Number) -> Number:
+        """Return a number to add to a total: integers unchanged, others in the widest float of the device."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not value.is_floating_point():
+            return value.detach()
+        return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
+
+    def larger(self, before: Number, found: Number) -> Number:
+        if isinstance(found, torch.Tensor):
+            return torch.maximum(found, torch.as_tensor(before, dtype=found.dtype, device=found.device))
+        return max(float(before), found)
+
+    def read(self, numbers: Sequence[Number]) -> list[float]:
+        """Return the numbers, with one copy from the device for all of them."""
+        stored = [number.reshape(()) for number in numbers if isinstance(number, torch.Tensor)]
+        read = iter(torch.stack(stored).tolist() if stored else ())
+        return [
+            float(next(read)) if isinstance(number, torch.Tensor) else float(number) for number in numbers
+        ]

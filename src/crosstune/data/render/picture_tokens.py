@@ -13,7 +13,7 @@ from crosstune.data.batches.token_batch import IntArray
 from crosstune.data.read.pictures import Picture
 from crosstune.data.render.encoding import Encoded
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.estimate.vision_families import Vision
+from crosstune.estimate.vision import Vision
 
 
 def check_texts(texts: Sequence[str], vision: Vision) -> None:

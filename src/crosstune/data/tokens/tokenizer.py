@@ -14,7 +14,7 @@ from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError, shown
 from crosstune.data.render.types import ChatTokens
 from crosstune.data.tokens.trials import try_template, try_tokenizer
-from crosstune.estimate.vision_families import FAMILIES, Vision, read_vision
+from crosstune.estimate.vision import FAMILIES, Vision, read_vision
 from crosstune.files.json_fields import (
     NOTHING,
     OBJECT,

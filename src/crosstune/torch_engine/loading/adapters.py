@@ -15,7 +15,7 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
 from crosstune.core.weights import principal_factors
-from crosstune.estimate.vision_families import family_of, is_projector, is_tower
+from crosstune.estimate.vision import family_of, is_projector, is_tower
 from crosstune.models.adapter_choice import (
     ALL_LAYERS,
     AdapterSettings,

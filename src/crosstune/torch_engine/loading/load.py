@@ -17,7 +17,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.names import read_expanded_name
 from crosstune.core.quantization import QuantSpec
 from crosstune.core.weights import principal_factors
-from crosstune.estimate.vision_families import family_of, is_projector, is_tower
+from crosstune.estimate.vision import family_of, is_projector, is_tower
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.folder import readable_errors
 from crosstune.torch_engine.device import Precision, release_freed_memory

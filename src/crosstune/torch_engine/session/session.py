@@ -54,7 +54,6 @@ from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.session import state as states
 from crosstune.torch_engine.session.find_nonfinite import bad_gradients, bad_weights, watch_outputs
-from crosstune.torch_engine.session.metric_totals import DeviceTotals
 from crosstune.torch_engine.session.offload_activations import offload_activations
 from crosstune.torch_engine.session.optimizer import Masters, averages_of, set_learning_rate, swap
 from crosstune.torch_engine.session.profiler import TorchProfiler
@@ -66,6 +65,7 @@ from crosstune.torch_engine.sharding.local_shard import (
 )
 from crosstune.torch_engine.task import (
     BuildContext,
+    DeviceTotals,
     HasFastLayers,
     MeasuresEvaluation,
     Tensors,
