@@ -222,7 +222,7 @@ def rehearse(
         window = [batch] * (ranks.size * fitted.step.num_micro_batches)
         return count_first_step(
             session,
-            lambda: session._backward(window),
+            lambda: session.compute_gradients(window),
             CountStep(num_local=ranks.local_size),
             on_phase=lambda name: None if name in seen else on_progress(seen.setdefault(name, name)),
         )

@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from crosstune.core.protocols import Array, HasOwnHead, RecordsBase
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_files import copy_tokenizer
+from crosstune.models.adapter_files import changes_to_base, copy_tokenizer, save_adapter
 from crosstune.models.adapter_files import load_adapter as read_adapter_files
 from crosstune.models.folder import PLAIN_STEM, add_folder_aliases
 from crosstune.models.weights import write_shards
-from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear, tied_parameters
+from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear, name_targets, tied_parameters
 from crosstune.torch_engine.session.state import copy_rows
-from crosstune.torch_engine.sharding.local_shard import local_part
+from crosstune.torch_engine.sharding.local_shard import local_part, sharded_modules
+from crosstune.torch_engine.task import Tensors, WritesModel
+
+if TYPE_CHECKING:
+    from crosstune.torch_engine.session.session import TorchSession
 
 
 def adapter_weights(adapters: Mapping[str, Adapted]) -> dict[str, nn.Parameter]:
@@ -80,3 +85,50 @@ def save_tensors(
     """Write tensors in shards. transformers reads files named `PLAIN_STEM`; use a different stem for quantized tensors."""
     on_host = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
     write_shards(folder, on_host, save=partial(save_file, metadata={"format": "pt"}), stem=stem)
+
+
+def write_adapter(session: TorchSession, folder: Path, weights: Mapping[str, Array]) -> Path:
+    model, adapters, config = session.model, session.adapters, session.plan.config
+    save_adapter(
+        folder,
+        weights,
+        settings=AdapterSettings.from_config(config, method=session.plan.method),
+        targets=name_targets(model, adapters, saved=list(saved_weights(model, adapters))),
+        base=session.context.folder,
+        base_name=session.context.base_name,
+        record={
+            **changes_to_base(config),
+            **(session.task.base_record() if isinstance(session.task, RecordsBase) else {}),
+        },
+        starts={
+            name: adapter.start
+            for name, adapter in adapters.items()
+            if isinstance(adapter, AdaptedLinear) and adapter.start is not None
+        },
+    )
+    return folder
+
+
+def write_model(session: TorchSession, folder: Path | None) -> Path | None:
+    """Write the whole model on the rank that has a folder; the others send it their shards."""
+    masters, parameters = session.masters.masters, session.masters.parameters
+    if not sharded_modules(session.model):  # gathered parameters of a sharded model would look whole
+        if folder is not None:
+            _write_tensors(session, folder, trained=masters)
+        return folder
+    from crosstune.torch_engine.sharding.read_whole import read_whole
+
+    assert session.parallel is not None
+    divided = {name: (master, parameters[name]) for name, master in masters.items()}
+    merged = session.adapters if isinstance(session.task, HasOwnHead) else {}
+    with read_whole(session.parallel.group, session.model, divided, merged=merged) as trained:
+        if folder is not None and trained is not None:
+            _write_tensors(session, folder, trained=trained)
+    return folder
+
+
+def _write_tensors(session: TorchSession, folder: Path, *, trained: Tensors) -> None:
+    if isinstance(session.task, WritesModel):
+        session.task.write_model(session.model, folder, trained=trained)
+    else:
+        save_tensors(folder, session.model.state_dict().items())

@@ -1,17 +1,26 @@
-"""Find the layers, weights and gradients of a model that are not finite."""
+"""Find the first layer, weight or gradient of a model that is not finite."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from crosstune.core.out_of_memory import OutOfMemory
+from crosstune.core.protocols import PreparedBatch
+from crosstune.torch_engine.device import memory_errors, without_compiled
+from crosstune.torch_engine.session.state import export_random, import_random
+from crosstune.torch_engine.task import HasFastLayers
 
-@contextmanager
+if TYPE_CHECKING:
+    from crosstune.torch_engine.session.session import TorchSession
+
+
+@contextlib.contextmanager
 def watch_outputs(model: nn.Module) -> Iterator[list[str]]:
     """Collect the names of layers whose output is not finite, in the order of the forward pass, innermost first."""
     bad: list[str] = []
@@ -31,14 +40,47 @@ def watch_outputs(model: nn.Module) -> Iterator[list[str]]:
             hook.remove()
 
 
-def bad_weights(masters: Mapping[str, torch.Tensor]) -> list[str]:
-    return [name for name, tensor in masters.items() if not bool(torch.isfinite(tensor).all())]
+def find_nonfinite(session: TorchSession, window: Sequence[PreparedBatch]) -> str:
+    """Repeat a step with hooks on all layers, and describe the first non-finite value."""
+    model, masters = session.model, session.masters.masters
+    bad_weights = [name for name, tensor in masters.items() if not _is_finite(tensor)]
+    if broken := _first(session, bad_weights, of=list(masters)):
+        return f"the weight {broken} was not finite before the step"
+    before = export_random(session.device)
+    try:
+        with (
+            session.task.general_layers()
+            if isinstance(session.task, HasFastLayers)
+            else contextlib.nullcontext(),
+            session.connected("a step"),
+            without_compiled(model),
+            memory_errors(session.device),
+            watch_outputs(model) as layers,
+        ):
+            session.compute_gradients(window)
+        layer = _first(session, layers, of=[name for name, _ in model.named_modules()])
+        backwards = list(reversed(masters))
+        bad = [name for name in backwards if not _is_finite(masters[name].grad)]
+        gradient = _first(session, bad, of=backwards)
+    except OutOfMemory:  # the general layers may need more memory than the fast layers
+        return "there was not enough memory to find the layer"
+    finally:
+        session.masters.clear_gradients()
+        import_random(session.device, before)
+    if layer:
+        return f"the first non-finite value was the output of {layer}"
+    if gradient:
+        return f"every output was finite; the first non-finite gradient was at {gradient}"
+    return "every value was finite when the step was run again"
 
 
-def bad_gradients(masters: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the weights with a non-finite gradient, in the order of the backward pass."""
-    return [
-        name
-        for name, tensor in reversed(list(masters.items()))
-        if tensor.grad is not None and not bool(torch.isfinite(tensor.grad).all())
-    ]
+def _first(session: TorchSession, bad: Sequence[str], *, of: Sequence[str]) -> str | None:
+    """Return the first bad name across all ranks, in the order of `of`."""
+    counts: Sequence[float] = [name in bad[:1] for name in of]
+    if session.parallel is not None:
+        counts = session.parallel.group.sum_numbers(*counts)
+    return next((name for name, count in zip(of, counts, strict=True) if count), None)
+
+
+def _is_finite(tensor: torch.Tensor | None) -> bool:
+    return tensor is None or bool(torch.isfinite(tensor).all())
