@@ -11,7 +11,7 @@ import mlx.nn as nn
 from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.resolve.plan import Plan
-from crosstune.core.errors import UserError, nothing_to_train
+from crosstune.core.errors import UserError, keeps_statistics, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
 from crosstune.core.protocols import HasOwnHead
 from crosstune.mlx_engine.adapters import (
@@ -23,8 +23,8 @@ from crosstune.mlx_engine.adapters import (
     train_in_full,
     warn_of_left_out,
 )
+from crosstune.mlx_engine.device import memory_errors, set_limits
 from crosstune.mlx_engine.group import RingGroup
-from crosstune.mlx_engine.limits import memory_errors, set_limits
 from crosstune.mlx_engine.load import (
     DTYPES,
     check_quantization,
@@ -160,11 +160,7 @@ def check_no_running_statistics(model: nn.Module) -> None:
     """Raise for layers that learn without gradients, since a checkpoint contains only trained weights."""
     for name, module in model.named_modules():
         if isinstance(module, nn.BatchNorm) and module.track_running_stats:
-            raise UserError(
-                f"The layer {name or 'BatchNorm'} cannot be trained.",
-                why="it keeps running statistics, which are not in checkpoints: a resumed run would differ.",
-                do="use track_running_stats=False, or a layer norm",
-            )
+            raise keeps_statistics(name or "BatchNorm")
 
 
 def check_model(folder: Path, *, plan: Plan) -> list[str]:

@@ -29,9 +29,9 @@ from crosstune.core.protocols import (
 )
 from crosstune.core.weights import check_fit, kept_moments
 from crosstune.mlx_engine.adapters import AdaptedLinear, name_targets
+from crosstune.mlx_engine.device import memory_errors, read_memory
 from crosstune.mlx_engine.generate import sample
 from crosstune.mlx_engine.group import RingGroup
-from crosstune.mlx_engine.limits import memory_errors, read_memory
 from crosstune.mlx_engine.load import DTYPES
 from crosstune.mlx_engine.optimizer import Masters, Optimizer
 from crosstune.mlx_engine.probe import MlxProfiler

@@ -14,7 +14,7 @@ from torch import nn
 from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import UserError, nothing_to_train
+from crosstune.core.errors import UserError, keeps_statistics, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
 from crosstune.core.protocols import HasOwnHead
 from crosstune.models.adapter_choice import AdapterSettings
@@ -163,11 +163,7 @@ def check_no_running_statistics(model: nn.Module) -> None:
     """Reject layers that learn without gradients: checkpoints contain only what the optimizer updates."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
-            raise UserError(
-                f"The layer {name or type(module).__name__} cannot be trained.",
-                why="it keeps running statistics, which checkpoints do not contain: a resumed run would differ.",
-                do="use track_running_stats=False, or a layer norm",
-            )
+            raise keeps_statistics(name or type(module).__name__)
 
 
 def trained_parameters(

@@ -13,8 +13,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from crosstune.core.answers import Answer, Earlier, Question, group_equal
+from crosstune.core.answers import Answer, Earlier, OnAnswer, OnToken, Question, group_equal
 from crosstune.core.sampling import Sampling
+from crosstune.estimate.step_time import CACHE_SHARE, MOST_ROWS_ON_CPU, MOST_ROWS_ON_GPU
 from crosstune.torch_engine.device import clear_cache
 from crosstune.torch_engine.generate.rows import Block, Sampler, mark_seen
 
@@ -24,19 +25,14 @@ if TYPE_CHECKING:
 
     Rows: TypeAlias = FastRows | GeneralRows
 
-MOST_ROWS_ON_GPU, MOST_ROWS_ON_CPU = 256, 64
 _FIRST_COLUMNS = 512
 """Initial columns for new tokens; the cache grows for longer answers."""
-_USED_SHARE = 0.6
-"""The fraction of free memory for the cache; prompts, logits and fragmentation use the rest."""
 _LOGIT_BYTES = 32
 """Bytes of a logit and its copies while a token is chosen."""
 _STEPS_UNSEEN = 8
 """Steps on a GPU between two checks for finished rows."""
 _STEPS_BEFORE_GRAPH = 8
 """Initial steps without a CUDA graph: they compile the kernels, and short answers do not need a graph."""
-OnToken = Callable[[int], None]
-OnAnswer = Callable[[Answer], None]
 
 
 def sample_answers(
@@ -76,7 +72,7 @@ def plan_rows(rows: Rows, *, columns: int, num_answers: int, synchronized: bool)
     device = rows.device
     row_bytes = rows.column_bytes * columns + _LOGIT_BYTES * rows.vocabulary
     most = MOST_ROWS_ON_CPU if device.type == "cpu" else MOST_ROWS_ON_GPU
-    found = max(1, min(most, num_answers, int(_USED_SHARE * free_memory(device)) // row_bytes))
+    found = max(1, min(most, num_answers, int(CACHE_SHARE * free_memory(device)) // row_bytes))
     if synchronized:
         fewest = torch.tensor(found, device=device)
         dist.all_reduce(fewest, dist.ReduceOp.MIN)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from crosstune.core.answers import Answer, Earlier
+from crosstune.core.answers import Answer, Earlier, OnAnswer, OnToken
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import EVALUATING, GENERATING
 from crosstune.core.protocols import Array, Batch
@@ -17,7 +17,7 @@ from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.data.read.pictures import Picture
 from crosstune.process.ranks import SingleProcess
 from crosstune.torch_engine.device import evaluating, memory_errors
-from crosstune.torch_engine.generate.answers import OnAnswer, OnToken, free_memory, sample_answers
+from crosstune.torch_engine.generate.answers import free_memory, sample_answers
 from crosstune.torch_engine.generate.fast import (
     COPIED_SHARE,
     FEWEST_FOR_COPIES,
