@@ -30,7 +30,7 @@ def gradients(folder: Path, examples: Any, **options: Any) -> tuple[dict[str, to
         **options,
     )
     session: Any = open_session(plan, model_folder=folder, task=VisionLM())
-    family, found = family_of(session.model.config), set[bool]()
+    family, found = family_of(session.model), set[bool]()
     for name, module in session.model.named_modules():
         if is_tower(name, family) and not list(module.children()):
             module.register_forward_hook(

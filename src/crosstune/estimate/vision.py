@@ -275,9 +275,9 @@ def _read(
     return found
 
 
-def family_of(config: Any) -> Family | None:
-    """Return the family of a model by its config, an object of transformers; None for a language model."""
-    names = ("model_type", "vision_config")
+def family_of(model: Any) -> Family | None:
+    """Return the family of a model of transformers by its config; None for a language model."""
+    config, names = getattr(model, "config", None), ("model_type", "vision_config")
     return vision_family({name: getattr(config, name, None) for name in names})
 
 
@@ -294,6 +294,10 @@ def is_tower(name: str, family: Family | None) -> bool:
 
 def is_projector(name: str, family: Family | None) -> bool:
     return family is not None and re.search(family.projector, f"{name}.") is not None
+
+
+def reads_pictures(name: str, family: Family | None) -> bool:
+    return is_tower(name, family) or is_projector(name, family)
 
 
 _TEMPORARY = 3

@@ -158,7 +158,7 @@ class MlxSession:
         return read_memory()
 
     def profiler(self, settings: ProfileSettings) -> MlxProfiler:
-        return MlxProfiler(settings, dtype=DTYPES[self.plan.precision])
+        return MlxProfiler(dtype=DTYPES[self.plan.precision])
 
     def reset_peak(self) -> None:
         mx.reset_peak_memory()

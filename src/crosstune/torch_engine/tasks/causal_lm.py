@@ -289,7 +289,7 @@ class CausalLM:
 
 def row_positions(model: nn.Module, positions: torch.Tensor) -> torch.Tensor:
     """Return the positions of text in the model's form: some families also take time, height and width."""
-    family = family_of(getattr(model, "config", None))
+    family = family_of(model)
     return positions.expand(4, -1, -1) if family is not None and family.layout == "grid" else positions
 
 
