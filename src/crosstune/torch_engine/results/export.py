@@ -118,10 +118,9 @@ def write_model(session: TorchSession, folder: Path | None) -> Path | None:
         return folder
     from crosstune.torch_engine.sharding.read_whole import read_whole
 
-    assert session.parallel is not None
     divided = {name: (master, parameters[name]) for name, master in masters.items()}
     merged = session.adapters if isinstance(session.task, HasOwnHead) else {}
-    with read_whole(session.parallel.group, session.model, divided, merged=merged) as trained:
+    with read_whole(session.group, session.model, divided, merged=merged) as trained:
         if folder is not None and trained is not None:
             _write_tensors(session, folder, trained=trained)
     return folder

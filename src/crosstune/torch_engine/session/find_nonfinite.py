@@ -76,9 +76,7 @@ def find_nonfinite(session: TorchSession, window: Sequence[PreparedBatch]) -> st
 
 def _first(session: TorchSession, bad: Sequence[str], *, of: Sequence[str]) -> str | None:
     """Return the first bad name across all ranks, in the order of `of`."""
-    counts: Sequence[float] = [name in bad[:1] for name in of]
-    if session.parallel is not None:
-        counts = session.parallel.group.sum_numbers(*counts)
+    counts = session.group.sum_numbers(*(name in bad[:1] for name in of))
     return next((name for name, count in zip(of, counts, strict=True) if count), None)
 
 

@@ -36,7 +36,7 @@ from crosstune.core.protocols import (
     SessionState,
 )
 from crosstune.core.weights import kept_moments
-from crosstune.process.ranks import Group
+from crosstune.process.ranks import Group, SingleProcess
 from crosstune.torch_engine.device import (
     clear_cache,
     compile_errors,
@@ -96,6 +96,7 @@ class TorchSession:
     def __post_init__(self) -> None:
         context = self.context
         self.plan, self.device, self.precision = context.plan, context.device, context.precision
+        self.group: Group = self.parallel.group if self.parallel is not None else SingleProcess()
         self._random_before: dict[str, Array] = {}
         self._is_averaged = False
         self._num_updates = 0
@@ -161,11 +162,9 @@ class TorchSession:
                 if counts and (self.parallel is None or self.parallel.counts_rows):
                     weight += batch.weight
                     metrics.add(sums)
-        if self.parallel is not None:
-            total, weights = self.parallel.group.sum_numbers(total, weight)
-            weight = int(weights)
-        loss_mean = total / weight if weight else math.nan
-        return EvalResult(loss=loss_mean, weight=weight, metrics=metrics.means(self._group))
+        total, weights = self.group.sum_numbers(total, weight)
+        loss_mean = total / weights if weights else math.nan
+        return EvalResult(loss=loss_mean, weight=int(weights), metrics=metrics.means(self.group))
 
     def find_nonfinite(self, window: Sequence[PreparedBatch]) -> str:
         return find_nonfinite(self, window)
@@ -289,7 +288,7 @@ class TorchSession:
             grad_norm=grad_norm,
             weight=weight,
             num_tokens=sum(batch.num_tokens for batch in window),
-            metrics=metrics.means(self._group),
+            metrics=metrics.means(self.group),
         )
 
     def _clip(self, trained: Sequence[torch.Tensor]) -> torch.Tensor | float:
@@ -308,7 +307,7 @@ class TorchSession:
             loss, norm = torch.stack([total, norm]).tolist()
         else:
             loss, norm = float(total), float(norm)
-        return self.parallel.group.sum_numbers(loss)[0] if self.parallel is not None else loss, norm
+        return self.group.sum_numbers(loss)[0], norm
 
     def _replicated(self) -> dict[str, torch.Tensor]:
         """Return the masters that are not sharded."""
@@ -351,10 +350,6 @@ class TorchSession:
         """The --optimizer, and whether it is torch's fused version, which `adamw` becomes on a GPU."""
         name = self.plan.config.optimizer.removeprefix("fused_")
         return f"{name} (fused)" if self.optimizer and self.optimizer.defaults.get("fused") else name
-
-    @property
-    def _group(self) -> Group | None:
-        return self.parallel.group if self.parallel is not None else None
 
     def _trained_optimizer(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None, "this session was opened without training"
