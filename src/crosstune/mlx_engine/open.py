@@ -112,7 +112,7 @@ def open_session(
             compiled=compiles,
         ),
         total_parameters=total_parameters,
-        group=group if isinstance(group, RingGroup) else None,
+        ring=group if isinstance(group, RingGroup) else None,
     )
 
 

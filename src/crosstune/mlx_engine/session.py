@@ -42,7 +42,7 @@ from crosstune.mlx_engine.wrap_call import bad_arrays, watch_outputs
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import changes_to_base, save_adapter
 from crosstune.models.mlx_adapters import to_mlx
-from crosstune.process.ranks import MetricTotals, SingleProcess
+from crosstune.process.ranks import Group, MetricTotals, SingleProcess
 
 RANDOM = "mlx"
 """The key of the random state in a checkpoint."""
@@ -61,12 +61,13 @@ class MlxSession:
     masters: Masters
     optimizer: Optimizer
     total_parameters: int
-    group: RingGroup | None
+    ring: RingGroup | None
     """None for a single process."""
     phase: Phase = no_phase
 
     def __post_init__(self) -> None:
         self.plan = self.opening.plan
+        self.group: Group = self.ring or SingleProcess()
         self.key = self._key_before = mx.random.key(self.plan.config.seed)
         """Random key of the next dropout."""
         self._pending: dict[str, mx.array] = {}
@@ -84,10 +85,10 @@ class MlxSession:
         with self._agreeing(STEP), self.phase(BOTH_PASSES):
             loss, metrics, gradients = self._gradients_of(window, weight, loss_scale=loss_scale)
         with memory_errors(doing=STEP):
-            if self.group is not None:
+            if self.ring is not None:
                 with self.phase(COMMUNICATION):
-                    [loss] = self.group.sum_numbers(loss)
-                    gradients = self.group.sum_arrays({name: gradients[name] for name in self.masters.arrays})
+                    [loss] = self.ring.sum_numbers(loss)
+                    gradients = self.ring.sum_arrays({name: gradients[name] for name in self.masters.arrays})
             if loss_scale != 1.0:
                 gradients = {name: array / loss_scale for name, array in gradients.items()}
             with self.phase(OPTIMIZER):
@@ -130,8 +131,7 @@ class MlxSession:
                     loss, sums = measure(self._to_device(prepared))
                     total += float(loss)
                     metrics.add(sums)
-        if self.group is not None:
-            [total] = self.group.sum_numbers(total)
+        [total] = self.group.sum_numbers(total)
         mean = total / weight if weight else math.nan
         return EvalResult(loss=mean, weight=weight, metrics=metrics.means(self.group))
 
@@ -285,10 +285,10 @@ class MlxSession:
             with memory_errors(doing=doing):
                 yield
         except OutOfMemory as error:
-            if self.group is None:
+            if self.ring is None:
                 raise
             failure = error
-        if self.group is not None and self.group.any(failure is not None):
+        if self.group.any(failure is not None):
             failure = failure or OutOfMemory("another process of the run has too little", doing=doing)
             failure.shared = True
             raise failure
@@ -300,7 +300,7 @@ class MlxSession:
         return {name: mx.array(array) for name, array in batch.arrays.items()}
 
     def _on_this_rank(self, index: int) -> bool:
-        return self.group is None or index % self.group.ranks.size == self.group.ranks.rank
+        return index % self.group.ranks.size == self.group.ranks.rank
 
     def _clip(self, gradients: dict[str, mx.array], norm: float) -> dict[str, mx.array]:
         config = self.plan.config
@@ -346,11 +346,10 @@ class TextSession(MlxSession):
         return self.own_share(count)
 
     def own_share(self, count: int) -> range:
-        ranks = (self.group or SingleProcess()).ranks
-        return range(ranks.rank, count, ranks.size)
+        return range(self.group.ranks.rank, count, self.group.ranks.size)
 
     def gather_vectors(self, own: Mapping[int, Array]) -> list[Array]:
-        return (self.group or SingleProcess()).gather_vectors(own)
+        return self.group.gather_vectors(own)
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
         return [answer.content for answer in self.sample(prompts, **options)]
