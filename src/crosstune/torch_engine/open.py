@@ -20,7 +20,12 @@ from crosstune.core.protocols import HasOwnHead
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.process.ranks import Group, SingleProcess
 from crosstune.torch_engine.device import PRECISIONS, compile_blocks, memory_errors, open_device
-from crosstune.torch_engine.kernels.choose import decide_base, describe_general, open_decoder, warn_of_general
+from crosstune.torch_engine.kernels.choose_layers import (
+    decide_base,
+    describe_general,
+    open_decoder,
+    warn_of_general,
+)
 from crosstune.torch_engine.loading.adapters import (
     Adapted,
     adapt,

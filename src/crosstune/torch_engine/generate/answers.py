@@ -17,7 +17,7 @@ from crosstune.core.answers import Answer, Earlier, OnAnswer, OnToken, Question,
 from crosstune.core.sampling import Sampling
 from crosstune.estimate.step_time import CACHE_SHARE, MOST_ROWS_ON_CPU, MOST_ROWS_ON_GPU
 from crosstune.torch_engine.device import clear_cache
-from crosstune.torch_engine.generate.rows import Block, Sampler, mark_seen
+from crosstune.torch_engine.generate.sampler import Block, Sampler, mark_seen
 
 if TYPE_CHECKING:
     from crosstune.torch_engine.generate.fast import FastRows

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from crosstune.torch_engine.generate.rows import Block, pad_columns, split_packs
+from crosstune.torch_engine.generate.sampler import Block, pad_columns, split_packs
 from crosstune.torch_engine.kernels import torch_operations
 from crosstune.torch_engine.kernels.attention import Documents, attend, prefer_cudnn
-from crosstune.torch_engine.kernels.choose import why_general
+from crosstune.torch_engine.kernels.choose_layers import why_general
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.frozen_weights import QuantizedWeights, has_own_kernel, is_dense
 from crosstune.torch_engine.kernels.halves import AttentionHalf

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 )
 
 from crosstune.torch_engine.device import Precision
-from crosstune.torch_engine.generate.rows import Block, pad_columns, split_packs
+from crosstune.torch_engine.generate.sampler import Block, pad_columns, split_packs
 from crosstune.torch_engine.loading.adapters import AdaptedLinear
 
 

@@ -9,7 +9,7 @@ import torch
 
 from crosstune.core.answers import Answer, Earlier, OnAnswer, OnToken, Question, group_equal
 from crosstune.core.sampling import Sampling
-from crosstune.torch_engine.generate.rows import Sampler, mark_seen, pad_columns
+from crosstune.torch_engine.generate.sampler import Sampler, mark_seen, pad_columns
 from crosstune.torch_engine.sharding.local_shard import sharded_modules
 
 MOST_ROWS = 16

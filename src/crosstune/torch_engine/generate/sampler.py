@@ -1,4 +1,4 @@
-"""Parts of generation that all kinds of rows share: packs of prompts, padding, and the choice of the next tokens."""
+"""Choose the next tokens of rows, pad prompts, and divide them into packs that are computed at once."""
 
 from __future__ import annotations
 
