@@ -273,7 +273,7 @@ def test_a_record_of_groups_that_a_model_does_not_have_is_refused(
 FOLLOWING = """
 import hashlib, json, os
 from pathlib import Path
-import crosstune.torch_engine.kernels.choose_layers as choose
+import crosstune.torch_engine.kernels.choose_layers as choose_layers
 from crosstune.config.load import make_config
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.open import open_session
