@@ -17,7 +17,7 @@ from crosstune.core.answers import Answer, Earlier, OnAnswer, OnToken, Question,
 from crosstune.core.sampling import Sampling
 from crosstune.estimate.step_time import CACHE_SHARE, MOST_ROWS_ON_CPU, MOST_ROWS_ON_GPU
 from crosstune.torch_engine.device import clear_cache
-from crosstune.torch_engine.generate.sampler import Block, Sampler, mark_seen
+from crosstune.torch_engine.generate.sampler import Block, Sampler, mark_seen, split_packs
 
 if TYPE_CHECKING:
     from crosstune.torch_engine.generate.fast import FastRows
@@ -185,8 +185,9 @@ class _Batch:
             self.rows.load(self.saved.block, groups[0][1])
             logits.append(self.saved.logits)
         new = groups[len(logits) :]
-        if new:
-            logits.append(self.rows.fill([question.prompt for question, _ in new], [own for _, own in new]))
+        prompts = [question.prompt for question, _ in new]
+        for pack in split_packs(prompts, self.device):
+            logits.append(self.rows.fill(prompts[pack], [own for _, own in new[pack]]))
         last, own = groups[-1]
         if not self.waiting or self.waiting[0][0] is not last:
             self.saved = None

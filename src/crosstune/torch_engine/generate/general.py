@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 )
 
 from crosstune.torch_engine.device import Precision
-from crosstune.torch_engine.generate.sampler import Block, pad_columns, split_packs
+from crosstune.torch_engine.generate.sampler import Block, pad_columns
 from crosstune.torch_engine.loading.adapters import AdaptedLinear
 
 
@@ -128,10 +128,29 @@ class GeneralRows:
         self._alive: set[int] = set()
 
     def fill(self, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        found = []
-        for pack in split_packs(prompts, self.device):
-            found.append(self._fill_pack(prompts[pack], rows[pack]))
-        return torch.cat(found)
+        ids = pad_columns(prompts, on_left=True).to(self.device)
+        width = ids.shape[1]
+        starts = torch.tensor([[width - len(prompt)] for prompt in prompts], device=self.device)
+        places = torch.arange(width, device=self.device)
+        own = _Columns()
+        own.room = width
+        cache = self._new_cache(own)
+        logits = self._run(ids, (places >= starts).long(), (places - starts).clamp_(min=0), cache)
+        self._make_room(width)
+        end = self._columns.end
+        every = [row for each in rows for row in each]
+        sources = torch.tensor([n for n, each in enumerate(rows) for _ in each], device=self.device)
+        for layer, new in zip(self._cache.layers, cache.layers, strict=True):
+            if not layer.is_initialized:
+                shape = (len(self._starts), *new.keys.shape[1:2], 0)
+                layer.lazy_initialization(
+                    new.keys.new_empty(*shape, new.keys.shape[3]),
+                    new.values.new_empty(*shape, new.values.shape[3]),
+                )
+            layer.keys[every, :, end - width : end] = new.keys[sources]
+            layer.values[every, :, end - width : end] = new.values[sources]
+        self._begin(every, [len(p) for p, each in zip(prompts, rows, strict=True) for _ in each])
+        return logits
 
     def save(self, row: int, length: int) -> Block:
         start, end = self._columns.end - length, self._columns.end
@@ -182,31 +201,6 @@ class GeneralRows:
         found = self._run(tokens[:, None], mask, columns.end - starts, self._cache)
         columns.end += 1
         return found
-
-    def _fill_pack(self, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        ids = pad_columns(prompts, on_left=True).to(self.device)
-        width = ids.shape[1]
-        starts = torch.tensor([[width - len(prompt)] for prompt in prompts], device=self.device)
-        places = torch.arange(width, device=self.device)
-        own = _Columns()
-        own.room = width
-        cache = self._new_cache(own)
-        logits = self._run(ids, (places >= starts).long(), (places - starts).clamp_(min=0), cache)
-        self._make_room(width)
-        end = self._columns.end
-        every = [row for each in rows for row in each]
-        sources = torch.tensor([n for n, each in enumerate(rows) for _ in each], device=self.device)
-        for layer, new in zip(self._cache.layers, cache.layers, strict=True):
-            if not layer.is_initialized:
-                shape = (len(self._starts), *new.keys.shape[1:2], 0)
-                layer.lazy_initialization(
-                    new.keys.new_empty(*shape, new.keys.shape[3]),
-                    new.values.new_empty(*shape, new.values.shape[3]),
-                )
-            layer.keys[every, :, end - width : end] = new.keys[sources]
-            layer.values[every, :, end - width : end] = new.values[sources]
-        self._begin(every, [len(p) for p, each in zip(prompts, rows, strict=True) for _ in each])
-        return logits
 
     def _run(
         self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache
