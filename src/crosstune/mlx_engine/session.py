@@ -25,6 +25,7 @@ from crosstune.core.protocols import (
     HasOwnHead,
     Memory,
     PreparedBatch,
+    RecordsBase,
     SessionState,
 )
 from crosstune.core.weights import check_fit, kept_moments
@@ -44,6 +45,7 @@ from crosstune.models.adapter_files import changes_to_base, save_adapter
 from crosstune.models.mlx_adapters import to_mlx
 from crosstune.process.ranks import Group, MetricTotals, SingleProcess
 
+Measure = Callable[[Arrays], tuple[mx.array, MetricSums]]
 RANDOM = "mlx"
 """The key of the random state in a checkpoint."""
 
@@ -118,7 +120,10 @@ class MlxSession:
             mx.clear_cache()
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
-        measure, names = self._evaluation_loss()
+        measure: Measure = self.loss
+        names = self.task.metric_names
+        if isinstance(self.task, CausalLM):
+            measure, names = self.task.evaluate, self.task.eval_metric_names
         total, weight, metrics = 0.0, 0, MetricTotals(names)
         with self._agreeing(EVALUATING), self.averaged():
             for index, batch in enumerate(batches):
@@ -212,11 +217,11 @@ class MlxSession:
         with memory_errors(doing="writing the result"), self.averaged():
             if self.adapters and not isinstance(self.task, HasOwnHead):
                 return self._save_adapter(folder / "adapter")
-            self._save_model(folder / "model")
+            if isinstance(self.task, CausalLM):
+                self.task.write_model(self.model, folder / "model")
+            else:
+                save_tensors(folder / "model", self.model)
             return folder / "model"
-
-    def _save_model(self, folder: Path) -> None:
-        save_tensors(folder, self.model)
 
     def _save_adapter(self, folder: Path) -> Path:
         saved = [name for name in self.masters.arrays if ".lora_" not in name]
@@ -227,7 +232,10 @@ class MlxSession:
             targets=name_targets(self.model, self.adapters, saved=saved),
             base=self.opening.folder,
             base_name=self.opening.base_name,
-            record={**changes_to_base(self.plan.config), **self._base_record()},
+            record={
+                **changes_to_base(self.plan.config),
+                **(self.task.base_record() if isinstance(self.task, RecordsBase) else {}),
+            },
             starts={
                 name: adapter.start for name, adapter in self.adapters.items() if adapter.start is not None
             },
@@ -235,13 +243,6 @@ class MlxSession:
         if not saved:  # mlx-lm's adapters have low-rank matrices only
             to_mlx(folder, folder / "mlx")
         return folder
-
-    def _base_record(self) -> dict[str, Any]:
-        return {}
-
-    def _evaluation_loss(self) -> tuple[Callable[[Arrays], tuple[mx.array, MetricSums]], Sequence[str]]:
-        """Return the loss of an evaluation, and the names of its metrics."""
-        return self.loss.__call__, self.task.metric_names
 
     def _gradients_of(
         self,
@@ -295,6 +296,9 @@ class MlxSession:
 
     def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
         """Raise for a batch that the model does not support. All ranks check all batches, so that all raise."""
+        if isinstance(self.task, CausalLM):
+            for batch in batches:
+                self.task.check_batch(batch.arrays)
 
     def _to_device(self, batch: PreparedBatch) -> Arrays:
         return {name: mx.array(array) for name, array in batch.arrays.items()}
@@ -314,7 +318,10 @@ class MlxSession:
         return drawn
 
     def _seed_from(self, key: mx.array) -> None:
-        """Seed MLX's global generator for a task that draws from it."""
+        """Seed MLX's global generator for a task that draws from it. Adapters get their keys, and a compiled step of a language model
+        cannot use the generator."""
+        if isinstance(self.task, CausalLM):
+            return
         high, low = np.array(key).tolist()
         mx.random.seed((high << 32 | low) % 2**63)
 
@@ -360,19 +367,3 @@ class TextSession(MlxSession):
             found = sample(self.model, prompts, **options)
         mx.clear_cache()
         return found
-
-    def _evaluation_loss(self) -> tuple[Callable[[Arrays], tuple[mx.array, MetricSums]], Sequence[str]]:
-        return self.task.evaluate, self.task.eval_metric_names
-
-    def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
-        for batch in batches:
-            self.task.check_batch(batch.arrays)
-
-    def _seed_from(self, key: mx.array) -> None:
-        """Do nothing: adapters get their keys, and a compiled step cannot use the global generator."""
-
-    def _save_model(self, folder: Path) -> None:
-        self.task.write_model(self.model, folder)
-
-    def _base_record(self) -> dict[str, Any]:
-        return self.task.base_record()
