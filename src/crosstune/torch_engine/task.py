@@ -1,9 +1,9 @@
-"""Define the torch engine's task protocol (a model, the arrays of a batch, a loss), and sum the metrics of a task."""
+"""Define the torch engine's task protocol (a model, the arrays of a batch, a loss), and what tasks share: sums of metrics, initial weights."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -14,7 +14,8 @@ from torch import nn
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.protocols import Array
 from crosstune.process.ranks import MetricTotals
-from crosstune.torch_engine.device import Precision
+from crosstune.torch_engine.device import Precision, evaluating
+from crosstune.torch_engine.sharding.local_shard import free_gathered, local_part
 
 Tensors = Mapping[str, torch.Tensor]
 MetricSums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]
@@ -122,3 +123,27 @@ class DeviceTotals(MetricTotals):
         return [
             float(next(read)) if isinstance(number, torch.Tensor) else float(number) for number in numbers
         ]
+
+
+class FirstWeights:
+    """Copies of the trained weights when the model was opened."""
+
+    def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
+        self._kept = [(parameter, local_part(parameter.detach()).clone()) for parameter in trained.values()]
+
+    @contextlib.contextmanager
+    def restored(self, model: Any) -> Iterator[None]:
+        """Use the initial weights in the `with` block, without gradients and dropout."""
+        with evaluating(model), torch.no_grad():
+            trained = [local_part(parameter.detach()).clone() for parameter, _ in self._kept]
+            self._put(model, [before for _, before in self._kept])
+            try:
+                yield
+            finally:
+                self._put(model, trained)
+
+    def _put(self, model: nn.Module, values: list[torch.Tensor]) -> None:
+        """Copy into this rank's part of the trained weights. The next pass gathers them again: FSDP2 keeps some between passes."""
+        free_gathered(model)
+        for (parameter, _), value in zip(self._kept, values, strict=True):
+            local_part(parameter).copy_(value)
