@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from crosstune.core.protocols import Array, HasOwnHead, RecordsBase
+from crosstune.core.protocols import Array, RecordsBase
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import changes_to_base, copy_tokenizer, save_adapter
 from crosstune.models.adapter_files import load_adapter as read_adapter_files
 from crosstune.models.folder import PLAIN_STEM, add_folder_aliases
 from crosstune.models.weights import write_shards
+from crosstune.process.ranks import Group
 from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear, name_targets, tied_parameters
+from crosstune.torch_engine.session.optimizer import Masters
 from crosstune.torch_engine.session.state import copy_rows
 from crosstune.torch_engine.sharding.local_shard import local_part, sharded_modules
-from crosstune.torch_engine.task import Tensors, WritesModel
-
-if TYPE_CHECKING:
-    from crosstune.torch_engine.session.session import TorchSession
+from crosstune.torch_engine.task import BuildContext, Tensors, TorchTask, WritesModel
 
 
 def adapter_weights(adapters: Mapping[str, Adapted]) -> dict[str, nn.Parameter]:
@@ -87,18 +86,26 @@ def save_tensors(
     write_shards(folder, on_host, save=partial(save_file, metadata={"format": "pt"}), stem=stem)
 
 
-def write_adapter(session: TorchSession, folder: Path, weights: Mapping[str, Array]) -> Path:
-    model, adapters, config = session.model, session.adapters, session.plan.config
+def write_adapter(
+    folder: Path,
+    weights: Mapping[str, Array],
+    *,
+    model: nn.Module,
+    adapters: Mapping[str, Adapted],
+    context: BuildContext,
+    task: TorchTask,
+) -> Path:
+    config = context.plan.config
     save_adapter(
         folder,
         weights,
-        settings=AdapterSettings.from_config(config, method=session.plan.method),
+        settings=AdapterSettings.from_config(config, method=context.plan.method),
         targets=name_targets(model, adapters, saved=list(saved_weights(model, adapters))),
-        base=session.context.folder,
-        base_name=session.context.base_name,
+        base=context.folder,
+        base_name=context.base_name,
         record={
             **changes_to_base(config),
-            **(session.task.base_record() if isinstance(session.task, RecordsBase) else {}),
+            **(task.base_record() if isinstance(task, RecordsBase) else {}),
         },
         starts={
             name: adapter.start
@@ -109,25 +116,32 @@ def write_adapter(session: TorchSession, folder: Path, weights: Mapping[str, Arr
     return folder
 
 
-def write_model(session: TorchSession, folder: Path | None) -> Path | None:
-    """Write the whole model on the rank that has a folder; the others send it their shards."""
-    masters, parameters = session.masters.masters, session.masters.parameters
-    if not sharded_modules(session.model):  # gathered parameters of a sharded model would look whole
+def write_model(
+    folder: Path | None,
+    model: nn.Module,
+    masters: Masters,
+    *,
+    merged: Mapping[str, Adapted],
+    task: TorchTask,
+    group: Group,
+) -> Path | None:
+    """Write the whole model on the rank that has a folder; the others send it their shards. `merged` are adapters that the task
+    merges."""
+    if not sharded_modules(model):  # gathered parameters of a sharded model would look whole
         if folder is not None:
-            _write_tensors(session, folder, trained=masters)
+            _write_tensors(folder, model, task, trained=masters.masters)
         return folder
     from crosstune.torch_engine.sharding.read_whole import read_whole
 
-    divided = {name: (master, parameters[name]) for name, master in masters.items()}
-    merged = session.adapters if isinstance(session.task, HasOwnHead) else {}
-    with read_whole(session.group, session.model, divided, merged=merged) as trained:
+    divided = {name: (master, masters.parameters[name]) for name, master in masters.masters.items()}
+    with read_whole(group, model, divided, merged=merged) as trained:
         if folder is not None and trained is not None:
-            _write_tensors(session, folder, trained=trained)
+            _write_tensors(folder, model, task, trained=trained)
     return folder
 
 
-def _write_tensors(session: TorchSession, folder: Path, *, trained: Tensors) -> None:
-    if isinstance(session.task, WritesModel):
-        session.task.write_model(session.model, folder, trained=trained)
+def _write_tensors(folder: Path, model: nn.Module, task: TorchTask, *, trained: Tensors) -> None:
+    if isinstance(task, WritesModel):
+        task.write_model(model, folder, trained=trained)
     else:
-        save_tensors(folder, session.model.state_dict().items())
+        save_tensors(folder, model.state_dict().items())

@@ -61,6 +61,7 @@ from crosstune.torch_engine.sharding.local_shard import (
 from crosstune.torch_engine.task import (
     BuildContext,
     DeviceTotals,
+    HasFastLayers,
     MeasuresEvaluation,
     Tensors,
     TorchTask,
@@ -167,7 +168,14 @@ class TorchSession:
         return EvalResult(loss=loss_mean, weight=int(weights), metrics=metrics.means(self.group))
 
     def find_nonfinite(self, window: Sequence[PreparedBatch]) -> str:
-        return find_nonfinite(self, window)
+        def repeat() -> None:
+            with contextlib.ExitStack() as stack:
+                if isinstance(self.task, HasFastLayers):
+                    stack.enter_context(self.task.general_layers())
+                stack.enter_context(self.connected("a step"))
+                self.compute_gradients(window)
+
+        return find_nonfinite(self.model, self.masters, self.group, device=self.device, repeat=repeat)
 
     def memory(self) -> Memory:
         return read_memory(self.device)
@@ -236,14 +244,26 @@ class TorchSession:
             self._is_averaged = False
 
     def save_result(self, folder: Path | None) -> Path | None:
-        doing = "writing the result"
+        doing, model, adapters, task = "writing the result", self.model, self.adapters, self.task
         with self._gathering(doing), memory_errors(self.device, doing=doing), self.averaged():
-            if self.adapters and not isinstance(self.task, HasOwnHead):
+            if adapters and not isinstance(task, HasOwnHead):
                 weights = states.export_weights(self.masters)
-                return None if folder is None else export.write_adapter(self, folder / "adapter", weights)
-            if isinstance(self.task, CausalLM):
-                self.task.measure_result(self.model)
-            return export.write_model(self, folder / "model" if folder is not None else None)
+                if folder is None:
+                    return None
+                return export.write_adapter(
+                    folder / "adapter",
+                    weights,
+                    model=model,
+                    adapters=adapters,
+                    context=self.context,
+                    task=task,
+                )
+            if isinstance(task, CausalLM):
+                task.measure_result(model)
+            target = folder / "model" if folder is not None else None
+            return export.write_model(
+                target, model, self.masters, merged=adapters, task=task, group=self.group
+            )
 
     def _gathering(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """Like `connected` for sharded models; replicas gather nothing."""
