@@ -184,7 +184,7 @@ def open_ours(
     from crosstune.data.batches.token_batch import TokenBatch
     from crosstune.loop.step import LossScale, prepare_window, take_step
     from crosstune.planner.gather import make_plan
-    from crosstune.torch_engine.kernels.use_scans import use_chunked_scans
+    from crosstune.torch_engine.kernels.chunked_scans import use_chunked_scans
     from crosstune.torch_engine.loading.load import (
         attention_name,
         empty_model,

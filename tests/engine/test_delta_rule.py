@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from crosstune.torch_engine.kernels.delta_rule import chunk_gated_delta_rule
+from crosstune.torch_engine.kernels.chunked_scans import chunk_gated_delta_rule
 
 
 def by_token(

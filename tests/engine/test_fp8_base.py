@@ -27,7 +27,7 @@ from crosstune.planner.gather import make_plan
 from crosstune.results.chat_model import open_chat_model
 from crosstune.runs.move import move
 from crosstune.runs.pipeline import train
-from crosstune.torch_engine.kernels import choose
+from crosstune.torch_engine.kernels import choose_layers
 from crosstune.torch_engine.loading.load import empty_model, forms_to_quantize
 from crosstune.torch_engine.open import open_session
 
@@ -79,7 +79,7 @@ def no_second_choice(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def measured(*_: Any, **__: Any) -> None:
         raise AssertionError("it was chosen before")
 
-    return lambda: monkeypatch.setattr(choose, "choose_fp8_exclusions", measured)
+    return lambda: monkeypatch.setattr(choose_layers, "choose_fp8_exclusions", measured)
 
 
 def asked_in_fp8(folder: Path, **more: Any) -> dict[str, Any]:
@@ -273,21 +273,21 @@ def test_a_record_of_groups_that_a_model_does_not_have_is_refused(
 FOLLOWING = """
 import hashlib, json, os
 from pathlib import Path
-import crosstune.torch_engine.kernels.choose as choose
+import crosstune.torch_engine.kernels.choose_layers as choose_layers
 from crosstune.config.load import make_config
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.open import open_session
 from crosstune.torch_engine.quantized import QuantLinear
 
 asked = json.loads(os.environ["ASKED"])
-measure = choose.choose_fp8_exclusions
+measure = choose_layers.choose_fp8_exclusions
 if group.ranks.rank:
     def measure(*_, **__):
         raise AssertionError("rank 0 chooses")
-choose.choose_fp8_exclusions = measure
+choose_layers.choose_fp8_exclusions = measure
 plan = make_plan(make_config(**asked), ranks=group.ranks)
 for refused in (None, "a test refuses it"):
-    choose.why_no_fp8 = lambda device, dtype: refused if group.ranks.rank else None
+    choose_layers.why_no_fp8 = lambda device, dtype: refused if group.ranks.rank else None
     session = open_session(plan, model_folder=Path(asked["model_name"]), group=group)
     base = session.plan.base
     assert base.kept and base.outside_fp8 and group.all_equal(repr(base))

@@ -21,7 +21,6 @@ from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.generate import answers as batching
 from crosstune.torch_engine.generate.answers import sample_answers
 from crosstune.torch_engine.generate.fast import FastRows, longest_for_rope
-from crosstune.torch_engine.generate.rows import Rows
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.open import open_session
 
@@ -59,18 +58,18 @@ def transformers_answers(model: Any, prompts: Sequence[Sequence[int]], count: in
     return found
 
 
-def answer(make: Callable[[], Rows], prompts: Any, **options: Any) -> list[Answer]:
+def answer(make: Callable[[], Any], prompts: Any, **options: Any) -> list[Answer]:
     asked = {"max_new_tokens": NEW, "stop_ids": [STOP], "sampling": GREEDY} | options
     with torch.inference_mode():
         return sample_answers(make(), prompts, **asked)
 
 
-def fast_rows(model: Any) -> Callable[[], Rows]:
+def fast_rows(model: Any) -> Callable[[], Any]:
     decoder = FastDecoder(model, dtype=torch.float32)
     return lambda: FastRows(decoder)
 
 
-def general_rows(model: Any) -> Callable[[], Rows]:
+def general_rows(model: Any) -> Callable[[], Any]:
     from crosstune.torch_engine.generate.general import GeneralRows, has_plain_cache
 
     assert has_plain_cache(model)

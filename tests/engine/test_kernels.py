@@ -19,7 +19,7 @@ from fast_models import (
 )
 
 from crosstune.core.quantization import QuantSpec
-from crosstune.torch_engine.kernels.choose import why_general, why_other_adapters
+from crosstune.torch_engine.kernels.choose_layers import why_general, why_other_adapters
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.loading.adapters import add_adapters
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.kernels import torch_operations
-from crosstune.torch_engine.kernels.calibrate import choose_fp8_exclusions, write_text
-from crosstune.torch_engine.kernels.choose import describe_decoder
+from crosstune.torch_engine.kernels.calibrate_fp8 import choose_fp8_exclusions, write_text
+from crosstune.torch_engine.kernels.choose_layers import describe_decoder
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
 from crosstune.torch_engine.kernels.operations import Quantize

@@ -9,7 +9,7 @@ from fast_models import VOCABULARY, make_model
 from crosstune.estimate.fast_layers import activation_bytes, fast_layer
 from crosstune.estimate.model_shape import Step
 from crosstune.models.folder import config_shape
-from crosstune.torch_engine.kernels.choose import describe_layer
+from crosstune.torch_engine.kernels.choose_layers import describe_layer
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 
 

@@ -9,9 +9,10 @@ import torch
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
+from crosstune.models.folder import readable_errors
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.device import PRECISIONS
-from crosstune.torch_engine.loading.load import empty_model, load_model, read_config, readable_errors
+from crosstune.torch_engine.loading.load import empty_model, load_model, read_config
 
 
 @pytest.mark.parametrize("fault", [AttributeError, ZeroDivisionError, AssertionError])

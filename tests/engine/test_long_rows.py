@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from crosstune.estimate.fast_layers import TILE_TOKENS, fast_layer
 from crosstune.estimate.model_shape import Step
 from crosstune.models.folder import config_shape
-from crosstune.torch_engine.count_step import CountStep
 from crosstune.torch_engine.kernels.decoder import FastDecoder
+from crosstune.torch_engine.rehearse import CountStep
 from crosstune.torch_engine.session.offload_activations import offload_activations
 
 

@@ -58,7 +58,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "phi": {"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5},
     "gpt2": OLD,
 }
-TIED = {"gemma2", "cohere", "gpt2"}
 
 
 def make_model(kind: str, **more: Any) -> Any:
@@ -126,9 +125,6 @@ def test_a_model_that_is_cut_has_the_gradients_of_a_whole_one(kind: str) -> None
     model, feed = make_model(kind), make_feed()
     expected = plain(model, feed)
     loss = CausalLoss(model, places_at_a_time=4)
-    assert loss._split is not None
-    assert len(loss._head_weights) == (2 if kind == "phi" else 1)
-    assert any("embed" in name or "wte" in name for name in loss._head_weights) == (kind in TIED)
     check_same(gradients(model, lambda weights: loss.scaled(feed, weights, ONE)[0]), expected)
     assert float(loss(feed)[0]) == pytest.approx(expected[0], rel=1e-5)
 

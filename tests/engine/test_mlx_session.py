@@ -292,7 +292,7 @@ def test_adapters_go_there_and_back(
 
 def test_too_little_memory_is_told_from_other_errors() -> None:
     from crosstune.core.out_of_memory import OutOfMemory
-    from crosstune.mlx_engine.limits import memory_errors
+    from crosstune.mlx_engine.device import memory_errors
 
     for words in (
         "[METAL] Command buffer execution failed: Insufficient Memory (00000008)",

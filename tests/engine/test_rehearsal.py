@@ -28,7 +28,7 @@ from torch.profiler import profile, ProfilerActivity
 from crosstune.config.load import make_config
 from crosstune.data.batches.token_batch import Example, pad_rows
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine.count_step import CountStep, count_first_step
+from crosstune.torch_engine.rehearse import CountStep, count_first_step
 from crosstune.torch_engine.open import open_session
 
 for number, (folder, options) in enumerate(json.loads(Path(FOLDER, "cases.json").read_text())):

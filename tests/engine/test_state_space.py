@@ -7,8 +7,7 @@ import torch
 from support import tiny_config
 from transformers import AutoModelForCausalLM
 
-from crosstune.torch_engine.kernels.state_space import chunk_scan
-from crosstune.torch_engine.kernels.use_scans import use_chunked_scans
+from crosstune.torch_engine.kernels.chunked_scans import chunk_scan, use_chunked_scans
 
 
 def by_token(

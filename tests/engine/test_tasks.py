@@ -154,7 +154,7 @@ def test_metrics_are_sums_over_their_own_weights(backend: str) -> None:
 def test_sums_of_metrics_are_counted_exactly() -> None:
     import torch
 
-    from crosstune.torch_engine.session.metric_totals import DeviceTotals
+    from crosstune.torch_engine.task import DeviceTotals
 
     totals = DeviceTotals(["one"])
     for _ in range(1000):

@@ -20,7 +20,7 @@ from crosstune.core.errors import UserError
 from crosstune.process.ranks import Limits
 from crosstune.distributed.environment import read_ranks
 from crosstune.torch_engine.group import connect
-from crosstune.torch_engine.sharding.rendezvous import peer_errors
+from crosstune.torch_engine.group import peer_errors
 limits = Limits(connect_s=float(os.environ.get("LIMIT", "600")), collective_s=600.0, debug="DEBUG" in os.environ)
 rank = int(os.environ["RANK"])
 try:

@@ -13,7 +13,7 @@ from vision_models import FAMILIES, draw, tiny_vision
 
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import pad_rows
-from crosstune.estimate.vision_families import family_of, is_tower
+from crosstune.estimate.vision import family_of, is_tower
 from crosstune.torch_engine.open import open_session
 from crosstune.torch_engine.tasks.vision_lm import VisionLM
 
@@ -30,7 +30,7 @@ def gradients(folder: Path, examples: Any, **options: Any) -> tuple[dict[str, to
         **options,
     )
     session: Any = open_session(plan, model_folder=folder, task=VisionLM())
-    family, found = family_of(session.model.config), set[bool]()
+    family, found = family_of(session.model), set[bool]()
     for name, module in session.model.named_modules():
         if is_tower(name, family) and not list(module.children()):
             module.register_forward_hook(

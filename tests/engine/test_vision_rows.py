@@ -18,7 +18,7 @@ from crosstune.data.read.sources import open_source
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.data.tokens.corpus import Corpus, open_corpus
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.estimate.vision_families import FAMILIES, Vision
+from crosstune.estimate.vision import FAMILIES, Vision
 
 GRID: dict[str, Any] = {
     "soft_id": 1,

@@ -64,7 +64,7 @@ RECIPE, TASK = "crosstune.recipes.sft.SftRecipe", "crosstune.torch_engine.tasks.
 @pytest.mark.parametrize(
     ("allocate", "where", "name", "call", "steps", "advice"),
     [
-        (torch_allocation, SESSION, "_backward", 4, 3, "--use_gradient_checkpointing"),
+        (torch_allocation, SESSION, "compute_gradients", 4, 3, "--use_gradient_checkpointing"),
         (numpy_allocation, RECIPE, "micro_batches", 4, 3, "--use_gradient_checkpointing"),
         (torch_allocation, TASK, "build", 1, 0, "start a new run with --train_type qlora"),
     ],
@@ -122,7 +122,7 @@ def test_a_copy_that_does_not_fit_is_written_without_one(bench: Bench, call: int
 
 def test_a_result_that_does_not_fit_leaves_a_checkpoint_to_make_it_from(bench: Bench) -> None:
     folder = bench.home / "result"
-    failing = partial(fail, SESSION, "_write_tensors", torch_allocation, call=1)
+    failing = partial(fail, TASK, "write_model", torch_allocation, call=1)
     ended = bench.start("full", folder, before=failing, save_steps=0).wait()
     assert ended.code == 2 and "Traceback" not in ended.said, ended
     assert "not enough memory to save the run" in ended.said

@@ -159,7 +159,7 @@ import numpy as np
 from crosstune.config.load import make_config
 from crosstune.data.batches.token_batch import Example, pad_rows
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine.count_step import CountStep, count_first_step
+from crosstune.torch_engine.rehearse import CountStep, count_first_step
 from crosstune.torch_engine.open import open_session
 
 found, folder = [], Path({str(folder)!r})

@@ -33,7 +33,7 @@ from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import open_session as open_by_plan
 from crosstune.runs.pipeline import train
-from crosstune.torch_engine.tasks.noisy_embeddings import noise as torch_noise
+from crosstune.torch_engine.tasks.model_input import noise as torch_noise
 
 HAS_MLX = importlib.util.find_spec("mlx_lm") is not None
 BACKENDS = ["cpu", pytest.param("mlx", marks=pytest.mark.skipif(not HAS_MLX, reason="needs the mlx extra"))]

@@ -19,7 +19,7 @@ from transformers import (
 
 from crosstune.core.answers import draw_numbers
 from crosstune.core.sampling import Sampling
-from crosstune.torch_engine.generate.rows import Sampler, filter_logits, penalize
+from crosstune.torch_engine.generate.sampler import Sampler, filter_logits, penalize
 
 VOCABULARY = 97
 SETTINGS = [

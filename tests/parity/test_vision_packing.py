@@ -20,7 +20,7 @@ from crosstune.data.batches.token_batch import Example, TokenBatch, pack_rows, p
 from crosstune.data.read.sources import open_source
 from crosstune.data.tokens.corpus import open_corpus
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.estimate.vision_families import Vision, read_vision
+from crosstune.estimate.vision import Vision, read_vision
 from crosstune.torch_engine.tasks.model_input import ModelInput
 from crosstune.torch_engine.tasks.vision_lm import VisionLM, open_processor
 

@@ -32,8 +32,8 @@ from crosstune.estimate.step_time import (
 )
 from crosstune.machines.probe import fastest_backend, load_machine, profile_names
 from crosstune.models.known_models import known_shape
+from crosstune.planner.find_fit import find_longest
 from crosstune.planner.gather import make_plan
-from crosstune.planner.longest import find_longest
 from crosstune.planner.measurements import (
     FILE,
     MAX_ENTRIES,

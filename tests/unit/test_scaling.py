@@ -7,11 +7,6 @@ import pytest
 from crosstune.loop.step import SMALLEST, START, STEPS_TO_GROW, LossScale, needs_loss_scale
 
 
-def test_a_run_that_scales_starts_at_65536_and_the_loss_is_never_scaled_down() -> None:
-    assert (START, SMALLEST, STEPS_TO_GROW) == (65536.0, 1.0, 200)
-    assert LossScale(enabled=True).factor == 65536.0
-
-
 def test_the_factor_halves_until_nothing_is_left() -> None:
     scale = LossScale(enabled=True)
     factors = [scale.factor]

@@ -9,8 +9,7 @@ import pytest
 
 from crosstune.estimate.memory import step_parts, weight_bytes
 from crosstune.estimate.model_shape import ModelShape, Step, trained_parameters
-from crosstune.estimate.tower import read_tower
-from crosstune.estimate.vision_families import FAMILIES, Vision
+from crosstune.estimate.vision import FAMILIES, Vision, read_tower
 
 SIGLIP: dict[str, Any] = {
     "model_type": "gemma3",

@@ -106,6 +106,6 @@ def keep_process_state() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for framework, engine in (("torch", "torch"), ("mlx.core", "mlx")):
             if framework in sys.modules:
-                module = importlib.import_module(f"crosstune.{engine}_engine.process_state")
+                module = importlib.import_module(f"crosstune.{engine}_engine.device")
                 stack.enter_context(module.keep_process_state())
         yield

@@ -31,7 +31,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluated
 from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.files.paths import named_run
-from crosstune.planner.longest import LongestRow, find_longest
+from crosstune.planner.find_fit import LongestRow, find_longest
 from crosstune.planner.predict import Prediction, predict
 from crosstune.runs.check_request import RequestCheck, check_plan
 

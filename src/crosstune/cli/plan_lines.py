@@ -17,7 +17,7 @@ from crosstune.planner.find_fit import Fit, flags_text
 from crosstune.planner.predict import OwnModel, state_bytes
 
 if TYPE_CHECKING:
-    from crosstune.planner.longest import LongestRow
+    from crosstune.planner.find_fit import LongestRow
     from crosstune.planner.predict import Prediction
     from crosstune.planner.rehearse import Rehearsed
     from crosstune.runs.check_request import RequestCheck

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,10 @@ class Answer:
     def content(self) -> list[int]:
         """The tokens without the stop token."""
         return list(self.tokens[:-1] if self.stopped else self.tokens)
+
+
+OnToken = Callable[[int], None]
+OnAnswer = Callable[[Answer], None]
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,14 @@ class _Short(reprlib.Repr):
 _SHORT = _Short()
 
 
+def keeps_statistics(layer: str) -> UserError:
+    return UserError(
+        f"The layer {layer} cannot be trained.",
+        why="it keeps running statistics, which checkpoints do not contain: a resumed run would differ.",
+        do="use track_running_stats=False, or a layer norm",
+    )
+
+
 def nothing_to_train(model: str) -> UserError:
     return UserError(
         f"{model} has no trainable weights.",

@@ -71,20 +71,26 @@ class Limits:
 
 
 class EngineProfiler(Protocol):
-    """Records the work of an engine, in cycles of warm_up, start and stop."""
+    """Records the work of an engine, in cycles of warm_up, start and stop. Most have a default for an engine without a profiler of
+    operators."""
 
     def warm_up(self) -> None:
         """Prepare to record, outside of the first recorded step."""
+        return
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Begin to record."""
+        return
 
     def stop(
         self, folder: Path, *, step: int, evaluating: contextlib.AbstractContextManager[None]
     ) -> Recorded:
         """End a cycle whose first step is `step`; then, within `evaluating`, read its events and write its files."""
+        return Recorded()
 
     def mark(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Name a block in the trace."""
+        return contextlib.nullcontext()
 
     def synchronize(self) -> None:
         """Wait for the device, so that a phase includes its work."""

@@ -269,6 +269,14 @@ class RecordsBase(Protocol):
 
 
 @runtime_checkable
+class HasOwnHead(Protocol):
+    """A task whose head is trained in full, even with adapters on the other layers. Its result is a merged model."""
+
+    head_names: Sequence[str]
+    """The canonical names of the head's parameters."""
+
+
+@runtime_checkable
 class HasNotes(Protocol):
     """A session that produced notes for the user when it was opened."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from crosstune.estimate.tower import Tower
+from crosstune.estimate.vision import Tower
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _TYPICAL = (

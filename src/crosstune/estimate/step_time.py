@@ -296,7 +296,7 @@ def collective_s(num_bytes: float, size: int, speed: DeviceSpeed, *, num_local: 
 
 
 CACHE_SHARE = 0.6
-"""The fraction of the memory beside the weights that the caches may use."""
+"""The fraction of the memory beside the weights that the caches may use; prompts, logits and fragmentation use the rest."""
 MOST_ROWS_ON_GPU, MOST_ROWS_ON_CPU = 256, 64
 BANDWIDTH_SHARE = 0.5
 """Fraction of the memory bandwidth that decoding reaches at least; the generator is built for this."""

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from crosstune.core.events import Observer
 from crosstune.core.protocols import GeneratesBatches, PreparedBatch, Recipe, Session
 from crosstune.loop.step import prepare_window
+from crosstune.loop.stop import StopSignal
 
 DEPTH = 3
 """Steps prepared ahead."""
@@ -47,13 +48,16 @@ class Prefetch:
 class Generation:
     """The micro-batches of a run from step `first` on, generated with the current weights when a step begins."""
 
-    def __init__(self, recipe: GeneratesBatches, session: Session, *, first: int, observer: Observer) -> None:
-        self._recipe, self._session, self._observer = recipe, session, observer
+    def __init__(
+        self, recipe: GeneratesBatches, session: Session, *, first: int, observer: Observer, stop: StopSignal
+    ) -> None:
+        self._recipe, self._session, self._observer, self._stop = recipe, session, observer, stop
         self._steps = iter(range(first, recipe.num_steps()))
 
     def micro_batches(self) -> Sequence[PreparedBatch]:
-        batches = self._recipe.make_batches(self._session, next(self._steps), observer=self._observer)
-        return prepare_window(self._session, batches)
+        with self._stop.interruptible():  # generating may take long
+            batches = self._recipe.make_batches(self._session, next(self._steps), observer=self._observer)
+            return prepare_window(self._session, batches)
 
     def close(self) -> None:
         """Nothing runs in the background."""

@@ -304,9 +304,8 @@ class StepProfile:
     """Times of the steps that were not recorded, without the first."""
     _place: int = 0
     _is_prepared: bool = False
-    _is_announced: bool = False
-    _first: int | None = None
-    """The first step of the current recording."""
+    _part: list[int] = field(default_factory=list)
+    """The steps of the current recording."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -331,18 +330,17 @@ class StepProfile:
         if what in ("off", "warm-up"):
             yield
             return
-        if self._first is None:
-            self._first = number
+        if not self._part:
             self._profiler.start()
+        self._part.append(number)
         self.phase = self.session.phase = self.clock.phase
         try:
             with self.clock.step(number):
                 yield
         finally:
             self.phase = self.session.phase = no_phase
-        is_long = self._num_recorded() == PART_STEPS and what != "last"
-        if is_long and not self._is_announced:
-            self._is_announced = True
+        is_long = len(self._part) == PART_STEPS and what != "last"
+        if is_long and not self.recorded:
             message = f"the profile is evaluated after every {PART_STEPS} steps, which takes up to a second for each"
             self.observer.on_event(Warned(message=message, step=number))
         if is_long or what == "last":
@@ -369,23 +367,19 @@ class StepProfile:
             table = write_profile(self.folder, result, self.clock, self.recorded)
             self.observer.on_event(Profiled(path=str(table), folder=str(self.folder), result=result))
 
-    def _num_recorded(self) -> int:
-        """Return the number of steps of the current recording."""
-        return sum(self._first is not None and step >= self._first for step in self.clock.steps)
-
     def _end_recording(self) -> None:
-        first, count = self._first, self._num_recorded()
-        self._first, self._is_prepared = None, False
-        if first is None:
+        part, self._part, self._is_prepared = self._part, [], False
+        if not part:
             return
         try:
             with self._reporting_errors():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 evaluating = self.stop.interruptible()
-                self.recorded.append(self._profiler.stop(self.folder, step=first, evaluating=evaluating))
+                self.recorded.append(self._profiler.stop(self.folder, step=part[0], evaluating=evaluating))
         except StopRequested:  # the loop stops after this step
-            message = f"the recording of {count} step{'s' * (count != 1)} was discarded, because the run was stopped"
-            self.observer.on_event(Warned(message=message, step=first))
+            steps = f"{len(part)} step{'s' * (len(part) != 1)}"
+            message = f"the recording of {steps} was discarded, because the run was stopped"
+            self.observer.on_event(Warned(message=message, step=part[0]))
 
     @contextlib.contextmanager
     def _reporting_errors(self) -> Iterator[None]:

@@ -146,7 +146,7 @@ class Training:
                 with self._profiled(progress.steps + 1):
                     self._start("data", step=progress.steps + 1)
                     started = time.perf_counter()
-                    with self._saving_on_error(), self._phase(DATA), self._making_batches():
+                    with self._saving_on_error(), self._phase(DATA):
                         window = source.micro_batches()
                     taken = self._take_step(progress.steps, window, made_s=time.perf_counter() - started)
                     if taken:
@@ -163,14 +163,8 @@ class Training:
     def _batches_from(self, first: int) -> Prefetch | Generation:
         """Return the micro-batches from step `first` on."""
         if isinstance(self.recipe, GeneratesBatches):
-            return Generation(self.recipe, self.session, first=first, observer=self.observer)
+            return Generation(self.recipe, self.session, first=first, observer=self.observer, stop=self.stop)
         return Prefetch(self.recipe, self.session, first=first)
-
-    def _making_batches(self) -> contextlib.AbstractContextManager[None]:
-        """Generating may take long: a second signal, or a lost peer, then ends the run."""
-        if isinstance(self.recipe, GeneratesBatches):
-            return self.stop.interruptible()
-        return contextlib.nullcontext()
 
     def _profiled(self, step: int) -> contextlib.AbstractContextManager[None]:
         return self.profile.step(step) if self.profile is not None else no_phase("step")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,9 +17,9 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from crosstune.core.answers import Answer, Earlier, Question, group_equal
+from crosstune.core.answers import Answer, Earlier, OnAnswer, OnToken, Question, group_equal
 from crosstune.core.sampling import GREEDY, Sampling
-from crosstune.mlx_engine.limits import free_memory
+from crosstune.mlx_engine.device import free_memory
 
 _NEVER = float("-inf")
 MOST_ROWS = 64
@@ -29,8 +29,6 @@ _USED_SHARE = 0.5
 """The fraction of free memory for the caches."""
 _STEP = 256
 """Columns that a cache of mlx-lm allocates at once."""
-OnToken = Callable[[int], None]
-OnAnswer = Callable[[Answer], None]
 
 
 def sample(

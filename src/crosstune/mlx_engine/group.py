@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import mlx.core as mx
 import numpy as np
 
 from crosstune.core.errors import PeerLost, PortTaken, UserError
-from crosstune.process.ranks import Group, Limits, Ranks
-
-BUFFER_BYTES = 64 * 2**20
-"""Arrays are all-reduced in buckets of up to this size: few messages and little extra memory."""
+from crosstune.process.ranks import Group, Limits, Ranks, buckets
 
 
 class RingGroup(Group):
@@ -25,7 +22,7 @@ class RingGroup(Group):
     def sum_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Sum each array across the processes. Names and their order must be the same on every rank."""
         summed: dict[str, mx.array] = {}
-        for names in _buckets({name: array.nbytes for name, array in arrays.items()}):
+        for names in buckets(arrays, lambda name: arrays[name].nbytes):
             flat = self._sum(mx.concatenate([arrays[name].flatten() for name in names]))
             start = 0
             for name in names:
@@ -79,16 +76,3 @@ def connect(ranks: Ranks, limits: Limits) -> RingGroup:
             ) from error
         assert (group.rank(), group.size()) == (ranks.rank, ranks.size)
         return RingGroup(ranks, group)
-
-
-def _buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    names: list[str] = []
-    total = 0
-    for name, size in sizes.items():
-        if names and total + size > BUFFER_BYTES:
-            yield names
-            names, total = [], 0
-        names.append(name)
-        total += size
-    if names:
-        yield names

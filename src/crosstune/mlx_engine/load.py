@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import inspect
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from crosstune.config.resolve.plan import Plan
-from crosstune.core.errors import LIBRARY_FAULTS, UserError
-from crosstune.core.out_of_memory import is_out_of_memory
+from crosstune.core.errors import UserError
 from crosstune.files.safetensors_header import read_header
 from crosstune.mlx_engine.adapters import linear_layers
 from crosstune.mlx_engine.expert_adapters import ExpertAdapter
 from crosstune.mlx_engine.quant.mlx import check_form
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape, quantize_layers
-from crosstune.models.folder import add_config_aliases, read_config_json, weight_files
+from crosstune.models.folder import add_config_aliases, read_config_json, readable_errors, weight_files
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.weights import read_rows
 
@@ -59,7 +57,7 @@ def read_model(folder: Path, config: Mapping[str, Any], *, strict: bool = True) 
     """Return the model as stored, with lazily loaded weights. Not `strict`: ignore missing and unknown weights."""
     from mlx_lm.utils import load_model as load
 
-    with readable_errors(folder):
+    with readable_errors(folder, library="mlx-lm"):
         return load(folder, lazy=True, strict=strict, model_config=add_config_aliases(dict(config)))[0]
 
 
@@ -278,18 +276,3 @@ def check_window(config: Mapping[str, Any], plan: Plan) -> None:
             why=f"it has a sliding window of {window} tokens, which mlx-lm does not apply.",
             do=f"use --context_length {window}, or a torch backend",
         )
-
-
-@contextlib.contextmanager
-def readable_errors(folder: Path) -> Iterator[None]:
-    """Convert mlx-lm's errors to a UserError that specifies the folder."""
-    try:
-        yield
-    except LIBRARY_FAULTS as error:
-        if is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"mlx-lm cannot load the model in {folder}.",
-            why=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
-            do="check that it is a causal language model and that its files are complete",
-        ) from error

@@ -35,7 +35,6 @@ from crosstune.mlx_engine.load import (
     check_type,
     ignored_window,
     read_model,
-    readable_errors,
     stored_shapes,
 )
 from crosstune.mlx_engine.quant import mlx as quant_limits
@@ -43,7 +42,7 @@ from crosstune.mlx_engine.quantized import dense_weight
 from crosstune.mlx_engine.save_model import save_arrays, save_model
 from crosstune.mlx_engine.wrap_call import wrap_call
 from crosstune.models.adapter_files import copy_tokenizer
-from crosstune.models.folder import add_folder_aliases, read_config_json, weight_files
+from crosstune.models.folder import add_folder_aliases, read_config_json, readable_errors, weight_files
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.process.this_process import hide_output
@@ -75,7 +74,7 @@ class MlxFolders:
     def logits(self, folder: Path, prompts: Prompts, *, gguf: str | None = None) -> Logits:
         assert gguf is None, "mlx-lm does not read GGUF files"
         model = _load(folder)
-        with readable_errors(folder):
+        with readable_errors(folder, library="mlx-lm"):
             return [np.array(model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
 
     def ignored_window(self, folder: Path) -> int | None:
@@ -180,7 +179,7 @@ class MlxFolders:
         quantizes = form.bits != PLAIN_BITS
         options = {"q_bits": form.bits, "q_group_size": form.group_size} if quantizes else {}
         warnings = _check_groups(view, form.group_size) if quantizes else []
-        with readable_errors(view), hide_output():
+        with readable_errors(view, library="mlx-lm"), hide_output():
             convert(str(view), str(target), quantize=quantizes, **options)
         return warnings
 

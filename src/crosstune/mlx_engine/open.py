@@ -11,8 +11,9 @@ import mlx.nn as nn
 from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.resolve.plan import Plan
-from crosstune.core.errors import UserError, nothing_to_train
+from crosstune.core.errors import UserError, keeps_statistics, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
+from crosstune.core.protocols import HasOwnHead
 from crosstune.mlx_engine.adapters import (
     add_adapters,
     choose_targets,
@@ -21,9 +22,9 @@ from crosstune.mlx_engine.adapters import (
     train_in_full,
     warn_of_left_out,
 )
+from crosstune.mlx_engine.device import memory_errors, set_limits
 from crosstune.mlx_engine.expert_adapters import Adapter, ExpertAdapter, expert_stacks
 from crosstune.mlx_engine.group import RingGroup
-from crosstune.mlx_engine.limits import memory_errors, set_limits
 from crosstune.mlx_engine.load import (
     DTYPES,
     check_quantization,
@@ -34,10 +35,9 @@ from crosstune.mlx_engine.load import (
     read_model,
 )
 from crosstune.mlx_engine.optimizer import Adam, Masters, Optimizer
-from crosstune.mlx_engine.session import MlxSession
-from crosstune.mlx_engine.task import BuildContext, Gradients, HasOwnHead, Loss, MlxTask
+from crosstune.mlx_engine.session import MlxSession, TextSession
+from crosstune.mlx_engine.task import BuildContext, Gradients, Loss, MlxTask
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
-from crosstune.mlx_engine.text_session import TextSession
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
 from crosstune.models.adapter_choice import AdapterSettings, Layers, check_start
 from crosstune.models.adapter_files import load_adapter
@@ -115,7 +115,7 @@ def open_session(
             compiled=compiles,
         ),
         total_parameters=total_parameters,
-        group=group if isinstance(group, RingGroup) else None,
+        ring=group if isinstance(group, RingGroup) else None,
     )
 
 
@@ -163,11 +163,7 @@ def check_no_running_statistics(model: nn.Module) -> None:
     """Raise for layers that learn without gradients, since a checkpoint contains only trained weights."""
     for name, module in model.named_modules():
         if isinstance(module, nn.BatchNorm) and module.track_running_stats:
-            raise UserError(
-                f"The layer {name or 'BatchNorm'} cannot be trained.",
-                why="it keeps running statistics, which are not in checkpoints: a resumed run would differ.",
-                do="use track_running_stats=False, or a layer norm",
-            )
+            raise keeps_statistics(name or "BatchNorm")
 
 
 def check_model(folder: Path, *, plan: Plan) -> list[str]:

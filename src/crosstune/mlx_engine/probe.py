@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from crosstune.backends._host import memory_bytes, processor_device
 from crosstune.core.backend import BackendSpec
-from crosstune.core.profiling import Limits, ProfileSettings, Recorded
+from crosstune.core.profiling import EngineProfiler, Limits
 from crosstune.estimate.machine import BackendReport, Device
 
 if TYPE_CHECKING:
@@ -24,25 +22,11 @@ _SIZE = {"cpu": 512, "gpu": 4096}
 _COPIED_BYTES = {"cpu": 64 << 20, "gpu": 512 << 20}
 
 
-class MlxProfiler:
+class MlxProfiler(EngineProfiler):
     """Record no operators: MLX has a profiler for them only in Xcode."""
 
-    def __init__(self, settings: ProfileSettings, *, dtype: mx.Dtype) -> None:
-        self.settings, self.dtype = settings, dtype
-
-    def warm_up(self) -> None:
-        return None
-
-    def start(self) -> None:
-        return None
-
-    def stop(
-        self, folder: Path, *, step: int, evaluating: contextlib.AbstractContextManager[None]
-    ) -> Recorded:
-        return Recorded()
-
-    def mark(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def __init__(self, *, dtype: mx.Dtype) -> None:
+        self.dtype = dtype
 
     def synchronize(self) -> None:
         import mlx.core as mx

@@ -1,4 +1,4 @@
-"""Implement `Session` with MLX: gradients of a batch, updates, evaluation, state and results."""
+"""Implement `Session` with MLX: gradients of a batch, updates, evaluation, state and results; and text."""
 
 from __future__ import annotations
 
@@ -13,33 +13,40 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from crosstune.core.out_of_memory import EVALUATING, STEP, UPDATING, OutOfMemory
+from crosstune.core.answers import Answer
+from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.core.out_of_memory import EVALUATING, GENERATING, STEP, UPDATING, OutOfMemory
 from crosstune.core.profiling import BOTH_PASSES, COMMUNICATION, OPTIMIZER, Phase, ProfileSettings, no_phase
 from crosstune.core.protocols import (
     Array,
     Backward,
     Batch,
     EvalResult,
+    HasOwnHead,
     Memory,
     PreparedBatch,
+    RecordsBase,
     SessionState,
 )
 from crosstune.core.weights import check_fit, kept_moments
 from crosstune.mlx_engine.adapters import name_targets
+from crosstune.mlx_engine.device import memory_errors, read_memory
 from crosstune.mlx_engine.expert_adapters import Adapter
+from crosstune.mlx_engine.generate import sample
 from crosstune.mlx_engine.group import RingGroup
-from crosstune.mlx_engine.limits import memory_errors, read_memory
 from crosstune.mlx_engine.load import DTYPES
 from crosstune.mlx_engine.optimizer import Masters, Optimizer
 from crosstune.mlx_engine.probe import MlxProfiler
 from crosstune.mlx_engine.save_model import save_tensors
-from crosstune.mlx_engine.task import Arrays, BuildContext, Gradients, HasOwnHead, Loss, MetricSums, MlxTask
+from crosstune.mlx_engine.task import Arrays, BuildContext, Gradients, Loss, MetricSums, MlxTask
+from crosstune.mlx_engine.tasks.causal_lm import CausalLM
 from crosstune.mlx_engine.wrap_call import bad_arrays, watch_outputs
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import changes_to_base, save_adapter
 from crosstune.models.mlx_adapters import to_mlx
-from crosstune.process.ranks import MetricTotals
+from crosstune.process.ranks import Group, MetricTotals, SingleProcess
 
+Measure = Callable[[Arrays], tuple[mx.array, MetricSums]]
 RANDOM = "mlx"
 """The key of the random state in a checkpoint."""
 
@@ -57,12 +64,13 @@ class MlxSession:
     masters: Masters
     optimizer: Optimizer
     total_parameters: int
-    group: RingGroup | None
+    ring: RingGroup | None
     """None for a single process."""
     phase: Phase = no_phase
 
     def __post_init__(self) -> None:
         self.plan = self.opening.plan
+        self.group: Group = self.ring or SingleProcess()
         self.key = self._key_before = mx.random.key(self.plan.config.seed)
         """Random key of the next dropout."""
         self._pending: dict[str, mx.array] = {}
@@ -80,10 +88,10 @@ class MlxSession:
         with self._agreeing(STEP), self.phase(BOTH_PASSES):
             loss, metrics, gradients = self._gradients_of(window, weight, loss_scale=loss_scale)
         with memory_errors(doing=STEP):
-            if self.group is not None:
+            if self.ring is not None:
                 with self.phase(COMMUNICATION):
-                    [loss] = self.group.sum_numbers(loss)
-                    gradients = self.group.sum_arrays({name: gradients[name] for name in self.masters.arrays})
+                    [loss] = self.ring.sum_numbers(loss)
+                    gradients = self.ring.sum_arrays({name: gradients[name] for name in self.masters.arrays})
             if loss_scale != 1.0:
                 gradients = {name: array / loss_scale for name, array in gradients.items()}
             with self.phase(OPTIMIZER):
@@ -113,7 +121,10 @@ class MlxSession:
             mx.clear_cache()
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
-        measure, names = self._evaluation_loss()
+        measure: Measure = self.loss
+        names = self.task.metric_names
+        if isinstance(self.task, CausalLM):
+            measure, names = self.task.evaluate, self.task.eval_metric_names
         total, weight, metrics = 0.0, 0, MetricTotals(names)
         with self._agreeing(EVALUATING), self.averaged():
             for index, batch in enumerate(batches):
@@ -126,8 +137,7 @@ class MlxSession:
                     loss, sums = measure(self._to_device(prepared))
                     total += float(loss)
                     metrics.add(sums)
-        if self.group is not None:
-            [total] = self.group.sum_numbers(total)
+        [total] = self.group.sum_numbers(total)
         mean = total / weight if weight else math.nan
         return EvalResult(loss=mean, weight=weight, metrics=metrics.means(self.group))
 
@@ -154,7 +164,7 @@ class MlxSession:
         return read_memory()
 
     def profiler(self, settings: ProfileSettings) -> MlxProfiler:
-        return MlxProfiler(settings, dtype=DTYPES[self.plan.precision])
+        return MlxProfiler(dtype=DTYPES[self.plan.precision])
 
     def reset_peak(self) -> None:
         mx.reset_peak_memory()
@@ -208,11 +218,11 @@ class MlxSession:
         with memory_errors(doing="writing the result"), self.averaged():
             if self.adapters and not isinstance(self.task, HasOwnHead):
                 return self._save_adapter(folder / "adapter")
-            self._save_model(folder / "model")
+            if isinstance(self.task, CausalLM):
+                self.task.write_model(self.model, folder / "model")
+            else:
+                save_tensors(folder / "model", self.model)
             return folder / "model"
-
-    def _save_model(self, folder: Path) -> None:
-        save_tensors(folder, self.model)
 
     def _save_adapter(self, folder: Path) -> Path:
         saved = [name for name in self.masters.arrays if ".lora_" not in name]
@@ -224,7 +234,10 @@ class MlxSession:
             targets=targets,
             base=self.opening.folder,
             base_name=self.opening.base_name,
-            record={**changes_to_base(self.plan.config), **self._base_record()},
+            record={
+                **changes_to_base(self.plan.config),
+                **(self.task.base_record() if isinstance(self.task, RecordsBase) else {}),
+            },
             starts={
                 name: adapter.start for name, adapter in self.adapters.items() if adapter.start is not None
             },
@@ -232,13 +245,6 @@ class MlxSession:
         if not (saved or targets.stacks):  # mlx-lm's adapters have low-rank matrices of single layers only
             to_mlx(folder, folder / "mlx")
         return folder
-
-    def _base_record(self) -> dict[str, Any]:
-        return {}
-
-    def _evaluation_loss(self) -> tuple[Callable[[Arrays], tuple[mx.array, MetricSums]], Sequence[str]]:
-        """Return the loss of an evaluation, and the names of its metrics."""
-        return self.loss.__call__, self.task.metric_names
 
     def _gradients_of(
         self,
@@ -282,22 +288,25 @@ class MlxSession:
             with memory_errors(doing=doing):
                 yield
         except OutOfMemory as error:
-            if self.group is None:
+            if self.ring is None:
                 raise
             failure = error
-        if self.group is not None and self.group.any(failure is not None):
+        if self.group.any(failure is not None):
             failure = failure or OutOfMemory("another process of the run has too little", doing=doing)
             failure.shared = True
             raise failure
 
     def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
         """Raise for a batch that the model does not support. All ranks check all batches, so that all raise."""
+        if isinstance(self.task, CausalLM):
+            for batch in batches:
+                self.task.check_batch(batch.arrays)
 
     def _to_device(self, batch: PreparedBatch) -> Arrays:
         return {name: mx.array(array) for name, array in batch.arrays.items()}
 
     def _on_this_rank(self, index: int) -> bool:
-        return self.group is None or index % self.group.ranks.size == self.group.ranks.rank
+        return index % self.group.ranks.size == self.group.ranks.rank
 
     def _clip(self, gradients: dict[str, mx.array], norm: float) -> dict[str, mx.array]:
         config = self.plan.config
@@ -311,7 +320,10 @@ class MlxSession:
         return drawn
 
     def _seed_from(self, key: mx.array) -> None:
-        """Seed MLX's global generator for a task that draws from it."""
+        """Seed MLX's global generator for a task that draws from it. Adapters get their keys, and a compiled step of a language model
+        cannot use the generator."""
+        if isinstance(self.task, CausalLM):
+            return
         high, low = np.array(key).tolist()
         mx.random.seed((high << 32 | low) % 2**63)
 
@@ -319,3 +331,41 @@ class MlxSession:
 def to_host(array: mx.array) -> Array:
     """Return a copy that later steps do not change."""
     return np.array(array, copy=True)
+
+
+class TextSession(MlxSession):
+    """The session of a causal language model."""
+
+    task: CausalLM
+
+    def logits(self, prompts: Prompts) -> Logits:
+        """Return the logits in the precision of training, without dropout."""
+        return [np.array(self.model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
+
+    def map_batches(self, batches: Iterable[Batch], compute: Callable[[Arrays], mx.array]) -> list[Array]:
+        """Return a vector for each batch, computed without gradients; the processes share the work."""
+        found: dict[int, Array] = {}
+        with self._agreeing(EVALUATING):
+            for index, batch in enumerate(batches):
+                if self._on_this_rank(index):
+                    found[index] = np.array(compute(self._to_device(self.prepare(batch))).astype(mx.float32))
+        return self.gather_vectors(found)
+
+    def own_prompts(self, count: int) -> range:
+        return self.own_share(count)
+
+    def own_share(self, count: int) -> range:
+        return range(self.group.ranks.rank, count, self.group.ranks.size)
+
+    def gather_vectors(self, own: Mapping[int, Array]) -> list[Array]:
+        return self.group.gather_vectors(own)
+
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+        return [answer.content for answer in self.sample(prompts, **options)]
+
+    def sample(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
+        """Call mlx_engine.generate.sample with the model."""
+        with memory_errors(doing=GENERATING):
+            found = sample(self.model, prompts, **options)
+        mx.clear_cache()
+        return found

@@ -9,8 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from crosstune.mlx_engine.adapters import canonical_name
-from crosstune.mlx_engine.optimizer import put
+from crosstune.mlx_engine.adapters import canonical_name, is_head
 from crosstune.mlx_engine.wrap_call import wrap_call
 
 TRIAL_ERRORS = (AttributeError, TypeError, ValueError, IndexError, KeyError)
@@ -24,8 +23,8 @@ class SplitHead:
     states. MLX is lazy, so the unused part is never computed.
     """
 
-    def __init__(self, model: Any, body: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: Any, body_name: str, body: nn.Module) -> None:
+        self.model, self.body_name = model, body_name
         self._captured: list[mx.array] | None = None
         self._injected: mx.array | None = None
         self.undo = wrap_call(body, self._cross)
@@ -60,13 +59,13 @@ class SplitHead:
 def split_model(model: Any) -> SplitHead | None:
     """Split a model after the module that contains its layers; return None if a trial shows that the part after it mixes
     positions."""
-    bodies = [module for name, module in model.named_modules() if name and _holds_layers(module, model)]
+    bodies = [(name, body) for name, body in model.named_modules() if name and _holds_layers(body, model)]
     if len(bodies) != 1:
         return None
     ids = mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
     expected = model(ids)
     expected = expected.reshape(-1, expected.shape[-1]).astype(mx.float32)
-    split = SplitHead(model, bodies[0])
+    split = SplitHead(model, *bodies[0])
     places = mx.array([1, 6])
     try:
         found = split.logits(split.hidden(ids)[places]).astype(mx.float32)
@@ -85,24 +84,14 @@ def _holds_layers(module: Any, model: Any) -> bool:
 
 
 def find_head_weights(split: SplitHead) -> list[str]:
-    """Return the canonical names of the head's trained weights, found by whether a NaN in them reaches the logits."""
-    model = split.model
-    found = {canonical_name(name): array for name, array in tree_flatten(model.trainable_parameters())}
-    hidden = split.hidden(mx.array([[1, 2]]))
-    mx.eval(hidden)
-
-    def reach(names: list[str]) -> bool:
-        put(model, {name: mx.full(found[name].shape, mx.nan, found[name].dtype) for name in names})
-        try:
-            return bool(mx.isnan(split.logits(hidden)).any())
-        finally:
-            put(model, {name: found[name] for name in names})
-
-    def search(names: list[str]) -> list[str]:
-        """Bisect, since most weights are not in the head."""
-        if not names or not reach(names):
-            return []
-        middle = len(names) // 2
-        return search(names[:middle]) + search(names[middle:]) if middle else names
-
-    return search(list(found))
+    """Return the canonical names of the trained weights that the head may use: all outside of the body, and the embeddings of a
+    model without a head of its own."""
+    modules = dict(split.model.named_modules())
+    shares = not any(is_head(name) for name in modules)
+    names = (canonical_name(path) for path, _ in tree_flatten(split.model.trainable_parameters()))
+    return [
+        name
+        for name in names
+        if not name.startswith(f"{split.body_name}.")
+        or (shares and isinstance(modules.get(name.removesuffix(".weight")), nn.Embedding))
+    ]

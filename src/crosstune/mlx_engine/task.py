@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -51,14 +51,6 @@ class MlxTask(Protocol):
     def loss(self, model: nn.Module, arrays: Arrays) -> tuple[mx.array, MetricSums]:
         """Return the loss, summed over a batch, and the sums of its metrics."""
         ...
-
-
-@runtime_checkable
-class HasOwnHead(Protocol):
-    """A task whose head is trained in full, even with adapters on the other layers. Its result is a merged model."""
-
-    head_names: Sequence[str]
-    """The canonical names of the head's parameters."""
 
 
 @dataclass(eq=False)

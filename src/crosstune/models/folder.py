@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from crosstune.core.errors import UserError
+from crosstune.core.errors import LIBRARY_FAULTS, UserError
+from crosstune.core.out_of_memory import is_out_of_memory
 from crosstune.estimate.fast_layers import why_no_fast_layers_of
 from crosstune.estimate.model_shape import ModelShape
-from crosstune.estimate.tower import read_tower
-from crosstune.estimate.vision_families import TEXT_DEFAULTS, is_projector, is_tower, vision_family
+from crosstune.estimate.vision import (
+    TEXT_DEFAULTS,
+    is_projector,
+    is_tower,
+    read_tower,
+    vision_family,
+)
 from crosstune.files.json_fields import (
     FLAG,
     NOTHING,
@@ -336,3 +343,20 @@ def _spell_windows(config: dict[str, Any]) -> dict[str, Any]:
 
 def add_folder_aliases(folder: Path) -> None:
     write_json(folder / CONFIG, add_config_aliases(read_config_json(folder)))
+
+
+@contextlib.contextmanager
+def readable_errors(folder: Path, *, library: str = "transformers") -> Iterator[None]:
+    """Convert the errors of a library that loads a model folder to a UserError."""
+    from huggingface_hub.errors import StrictDataclassError  # transformers' check of the fields of a config
+
+    try:
+        yield
+    except (*LIBRARY_FAULTS, StrictDataclassError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"{library} cannot load the model in {folder}.",
+            why=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
+            do="check that it is a causal language model and that its files are complete",
+        ) from error

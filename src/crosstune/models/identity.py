@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.quantization import wrong_spec
 from crosstune.files.json_fields import NOTHING, OBJECT, TEXT, check_fields, list_of, object_with, real, whole
 from crosstune.files.json_files import read_json
@@ -144,3 +145,13 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _numbers(item) for key, item in value.items() if key not in _NOT_NUMBERS}
     return value
+
+
+def base_record(folder: Path, plan: Plan) -> dict[str, Any]:
+    """Return the identity of the base weights, their quantization and the precision of training."""
+    spec = plan.quant_spec
+    return {
+        "base": {"name": plan.config.model_name, "identity": identity(folder)},
+        "quantization": spec.to_json() if spec is not None else None,
+        "precision": plan.precision,
+    }

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.load import child_environment
+from crosstune.config.load import child_environment, make_config
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
+from crosstune.estimate.machine import Machine
 from crosstune.estimate.rehearsal import Rehearsal
 from crosstune.estimate.step_time import Cluster, StepTime
+from crosstune.planner.gather import make_plan
 from crosstune.planner.predict import DataFacts, cluster_of, speed_of
 from crosstune.process.limited_child import main_of
 from crosstune.process.ranks import Ranks
@@ -108,7 +112,7 @@ def check_rehearsal(plan: Plan) -> None:
 
 def _run_child(request: dict[str, Any], on_progress: Callable[[str], None]) -> dict[str, Any]:
     with subprocess.Popen(
-        main_of("crosstune.planner.rehearse_child"),
+        main_of("crosstune.planner.rehearse"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -133,3 +137,26 @@ def _run_child(request: dict[str, Any], on_progress: Callable[[str], None]) -> d
         last = said[-1][:400] if said else f"its process ended with exit code {child.returncode}"
         raise UserError("The rehearsal failed.", why=f"{last}.", do="report it with the command")
     return counted
+
+
+def main() -> None:
+    """In the child process: plan the request again, run its step, and write lines of JSON with progress and counts."""
+    asked = json.load(sys.stdin)
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print
+
+    def reply(found: dict[str, Any]) -> None:
+        print(json.dumps(found), file=replies, flush=True)
+
+    from crosstune.torch_engine import rehearse as engine
+
+    ranks = Ranks(**asked["ranks"])
+    plan = make_plan(
+        make_config(**asked["options"]),
+        machine=Machine.from_json(asked["machine"], source="the plan"),
+        longest_row=asked["longest_row"],
+        ranks=ranks,
+    )
+    folder = Path(asked["folder"]) if asked["folder"] is not None else None
+    counted = engine.rehearse(plan, ranks, folder=folder, on_progress=lambda text: reply({"progress": text}))
+    reply({"counted": counted.to_json()})

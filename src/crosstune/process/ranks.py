@@ -7,9 +7,9 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import StepMetrics
@@ -17,6 +17,8 @@ from crosstune.core.events import StepMetrics
 if TYPE_CHECKING:
     from crosstune.core.protocols import Array
 
+T = TypeVar("T")
+BUCKET_BYTES = 64 * 2**20
 MAXIMUM = "/max"
 """Ending of the metrics that are a maximum over the batches of a step, of numbers of 0 or more; the others are means."""
 
@@ -282,3 +284,15 @@ def sum_exactly(numbers: Sequence[float]) -> float:
     if math.inf in numbers and -math.inf in numbers:
         return math.nan
     return math.fsum(numbers)
+
+
+def buckets(arrays: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield the arrays that are reduced together, of up to BUCKET_BYTES: few messages and little extra memory."""
+    bucket: list[T] = []
+    for array in arrays:
+        if bucket and sum(map(num_bytes, bucket)) + num_bytes(array) > BUCKET_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append(array)
+    if bucket:
+        yield bucket

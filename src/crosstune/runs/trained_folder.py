@@ -12,7 +12,7 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, shown
 from crosstune.core.names import nearest
 from crosstune.core.quantization import BaseChoice, QuantSpec, read_spec, recorded_choice
-from crosstune.estimate.vision_families import FAMILIES, is_tower
+from crosstune.estimate.vision import FAMILIES, is_tower
 from crosstune.files.json_fields import NOTHING, TEXT, check_fields
 from crosstune.files.json_files import read_json
 from crosstune.files.paths import missing_run, sibling_runs

@@ -1,4 +1,5 @@
-"""Open the torch device of a backend, choose dtypes by precision, manage memory, and compile the blocks of a model."""
+"""Open the torch device of a backend, choose dtypes by precision, manage memory, compile blocks, and preserve the state of the
+process."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from crosstune.core import out_of_memory
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Memory
 from crosstune.estimate.machine import BackendReport
+from crosstune.torch_engine.session.state import separate_random
 from crosstune.torch_engine.sharding.local_shard import find_blocks
 
 
@@ -175,3 +177,30 @@ def compile_errors(model: nn.Module) -> Iterator[None]:
             why=lines[0] if lines else type(error).__name__,
             do="remove --torch_compile",
         ) from error
+
+
+@contextlib.contextmanager
+def keep_process_state() -> Iterator[None]:
+    """Restore the random state and transformers' logging on exit."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # Reading the random state of an accelerator would initialize it.
+    if device is None or not getattr(torch.get_device_module(device), "is_initialized", lambda: True)():
+        device = torch.device("cpu")
+    with separate_random(device), _keep_logging():
+        yield
+
+
+@contextlib.contextmanager
+def _keep_logging() -> Iterator[None]:
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()

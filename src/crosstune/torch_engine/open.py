@@ -14,12 +14,18 @@ from torch import nn
 from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import UserError, nothing_to_train
+from crosstune.core.errors import UserError, keeps_statistics, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
+from crosstune.core.protocols import HasOwnHead
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.process.ranks import Group, SingleProcess
 from crosstune.torch_engine.device import PRECISIONS, compile_blocks, memory_errors, open_device
-from crosstune.torch_engine.kernels.choose import decide_base, describe_general, open_decoder, warn_of_general
+from crosstune.torch_engine.kernels.choose_layers import (
+    decide_base,
+    describe_general,
+    open_decoder,
+    warn_of_general,
+)
 from crosstune.torch_engine.loading.adapters import (
     Adapted,
     adapt,
@@ -33,9 +39,9 @@ from crosstune.torch_engine.session.optimizer import Masters, make_optimizer
 from crosstune.torch_engine.session.session import TorchSession
 from crosstune.torch_engine.session.text_session import TextSession
 from crosstune.torch_engine.sharding.context import check_parts
-from crosstune.torch_engine.task import BuildContext, HasFastLayers, HasOwnHead, KeepsReference, TorchTask
+from crosstune.torch_engine.task import BuildContext, HasFastLayers, KeepsReference, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
-from crosstune.torch_engine.tasks.router_balance import check_router_balance
+from crosstune.torch_engine.tasks.token_losses import check_router_balance
 
 
 def open_session(
@@ -162,11 +168,7 @@ def check_no_running_statistics(model: nn.Module) -> None:
     """Reject layers that learn without gradients: checkpoints contain only what the optimizer updates."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
-            raise UserError(
-                f"The layer {name or type(module).__name__} cannot be trained.",
-                why="it keeps running statistics, which checkpoints do not contain: a resumed run would differ.",
-                do="use track_running_stats=False, or a layer norm",
-            )
+            raise keeps_statistics(name or type(module).__name__)
 
 
 def trained_parameters(

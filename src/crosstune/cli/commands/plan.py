@@ -81,8 +81,8 @@ def run(words: Sequence[str]) -> int:
         return run_emulated(config, machine=own.machine, as_json=own.json, with_plan=True)
     announce_command("plan", trained_name(config), own.machine or "probing the machine")
     from crosstune.distributed.environment import read_ranks
+    from crosstune.planner.find_fit import find_longest
     from crosstune.planner.gather import may_have_several_devices, with_all_devices
-    from crosstune.planner.longest import find_longest
     from crosstune.planner.predict import predict
     from crosstune.runs.check_request import check_plan
 

@@ -16,7 +16,7 @@ from crosstune.data.batches.token_batch import IntArray
 from crosstune.data.read.pictures import Picture
 from crosstune.data.render.types import Rendered
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.estimate.vision_families import Vision
+from crosstune.estimate.vision import Vision
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from crosstune.config.load import cache_base
 from crosstune.core.errors import UserError, shown
-from crosstune.estimate.vision_families import FAMILIES, Vision, read_vision
+from crosstune.estimate.vision import FAMILIES, Vision, read_vision
 from crosstune.files.json_fields import (
     NOTHING,
     TEXT,

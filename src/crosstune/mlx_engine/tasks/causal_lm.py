@@ -21,7 +21,7 @@ from crosstune.mlx_engine.save_model import save_model
 from crosstune.mlx_engine.split_head import TRIAL_ERRORS, find_head_weights, split_model
 from crosstune.mlx_engine.task import Arrays, BuildContext, Loss, MetricSums
 from crosstune.mlx_engine.wrap_call import wrap_call
-from crosstune.models.identity import identity
+from crosstune.models.identity import base_record
 
 LOGITS_AT_A_TIME, PLACES_AT_LEAST = 2**24, 512
 """Logits per chunk at most, and positions per chunk at least: smaller chunks would leave a GPU idle."""
@@ -329,13 +329,7 @@ class CausalLM:
         check_stored(self._folder, trained, kind=str(getattr(model, "model_type", "?")))
 
     def base_record(self) -> dict[str, Any]:
-        """Return the identity of the base weights, their quantization and the precision of training."""
-        plan, spec = self.opening.plan, self.opening.plan.quant_spec
-        return {
-            "base": {"name": plan.config.model_name, "identity": identity(self._folder)},
-            "quantization": spec.to_json() if spec is not None else None,
-            "precision": plan.precision,
-        }
+        return base_record(self._folder, self.opening.plan)
 
     def write_model(self, model: nn.Module, folder: Path) -> None:
         """Write a model folder that transformers and mlx-lm can load."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from crosstune.core.out_of_memory import LOADING
 from crosstune.core.protocols import Array
-from crosstune.mlx_engine.limits import memory_errors
+from crosstune.mlx_engine.device import memory_errors
 from crosstune.mlx_engine.load import DTYPES, load_model
 from crosstune.mlx_engine.task import Arrays, MetricSums
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM, CausalLoss

@@ -24,9 +24,8 @@ from crosstune.recipes.distill.recipe import DistillBatch
 from crosstune.recipes.distill.teacher import Teacher
 from crosstune.torch_engine.device import PRECISIONS, memory_errors
 from crosstune.torch_engine.loading.load import load_model
-from crosstune.torch_engine.task import MetricSums, Tensors
+from crosstune.torch_engine.task import FirstWeights, MetricSums, Tensors
 from crosstune.torch_engine.tasks.causal_lm import CausalLM, count_exact
-from crosstune.torch_engine.tasks.first_weights import FirstWeights
 from crosstune.torch_engine.tasks.model_input import ModelInput
 
 

@@ -22,8 +22,8 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import read_json, write_json
 from crosstune.files.safetensors_header import read_header
 from crosstune.mlx_engine.adapters import is_head
+from crosstune.mlx_engine.device import memory_errors
 from crosstune.mlx_engine.expert_adapters import Adapter
-from crosstune.mlx_engine.limits import memory_errors
 from crosstune.mlx_engine.load import check_readable, read_model
 from crosstune.mlx_engine.model_folders import dense_arrays
 from crosstune.mlx_engine.save_model import save_arrays

@@ -24,12 +24,13 @@ from crosstune.core.weights import uniform_by_name
 from crosstune.data.batches.token_batch import IGNORED
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import write_json
-from crosstune.models.identity import RECORD, identity
+from crosstune.models.folder import readable_errors
+from crosstune.models.identity import RECORD, base_record
 from crosstune.recipes.judge.examples import JudgeBatch
 from crosstune.recipes.judge.rewards import REWARD_METRICS, bradley_terry, measure_rewards
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.loading.adapters import AdaptedLinear
-from crosstune.torch_engine.loading.load import load_model, read_config, readable_errors
+from crosstune.torch_engine.loading.load import load_model, read_config
 from crosstune.torch_engine.loading.stream import find_tensors
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
@@ -215,11 +216,7 @@ class ScalarHead:
     def base_record(self) -> dict[str, Any]:
         opening = self.opening
         assert opening is not None and opening.folder is not None, "the model is not built yet"
-        return {
-            "base": {"name": opening.plan.config.model_name, "identity": identity(opening.folder)},
-            "quantization": None,
-            "precision": opening.plan.precision,
-        }
+        return base_record(opening.folder, opening.plan) | {"quantization": None}
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None:
         """Write a folder that AutoModelForSequenceClassification loads, with adapters merged."""

@@ -13,9 +13,8 @@ from torch import nn
 from crosstune.core.protocols import Array
 from crosstune.recipes.preference.batch import OTHER, PreferenceBatch
 from crosstune.recipes.preference.losses import PreferenceLoss, loss_and_metrics, metric_names
-from crosstune.torch_engine.task import MetricSums, Tensors
+from crosstune.torch_engine.task import FirstWeights, MetricSums, Tensors
 from crosstune.torch_engine.tasks.causal_lm import CausalLM, can_share_prompts
-from crosstune.torch_engine.tasks.first_weights import FirstWeights
 from crosstune.torch_engine.tasks.model_input import ModelInput
 
 

@@ -7,29 +7,32 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from crosstune.core.answers import Answer, Earlier, Question, group_equal
+from crosstune.core.answers import Answer, Earlier, OnAnswer, OnToken, Question, group_equal
 from crosstune.core.sampling import Sampling
+from crosstune.estimate.step_time import CACHE_SHARE, MOST_ROWS_ON_CPU, MOST_ROWS_ON_GPU
 from crosstune.torch_engine.device import clear_cache
-from crosstune.torch_engine.generate.rows import Block, Rows, Sampler, mark_seen
+from crosstune.torch_engine.generate.sampler import Block, Sampler, mark_seen, split_packs
 
-MOST_ROWS_ON_GPU, MOST_ROWS_ON_CPU = 256, 64
+if TYPE_CHECKING:
+    from crosstune.torch_engine.generate.fast import FastRows
+    from crosstune.torch_engine.generate.general import GeneralRows
+
+    Rows: TypeAlias = FastRows | GeneralRows
+
 _FIRST_COLUMNS = 512
 """Initial columns for new tokens; the cache grows for longer answers."""
-_USED_SHARE = 0.6
-"""The fraction of free memory for the cache; prompts, logits and fragmentation use the rest."""
 _LOGIT_BYTES = 32
 """Bytes of a logit and its copies while a token is chosen."""
 _STEPS_UNSEEN = 8
 """Steps on a GPU between two checks for finished rows."""
 _STEPS_BEFORE_GRAPH = 8
 """Initial steps without a CUDA graph: they compile the kernels, and short answers do not need a graph."""
-OnToken = Callable[[int], None]
-OnAnswer = Callable[[Answer], None]
 
 
 def sample_answers(
@@ -69,7 +72,7 @@ def plan_rows(rows: Rows, *, columns: int, num_answers: int, synchronized: bool)
     device = rows.device
     row_bytes = rows.column_bytes * columns + _LOGIT_BYTES * rows.vocabulary
     most = MOST_ROWS_ON_CPU if device.type == "cpu" else MOST_ROWS_ON_GPU
-    found = max(1, min(most, num_answers, int(_USED_SHARE * free_memory(device)) // row_bytes))
+    found = max(1, min(most, num_answers, int(CACHE_SHARE * free_memory(device)) // row_bytes))
     if synchronized:
         fewest = torch.tensor(found, device=device)
         dist.all_reduce(fewest, dist.ReduceOp.MIN)
@@ -182,8 +185,9 @@ class _Batch:
             self.rows.load(self.saved.block, groups[0][1])
             logits.append(self.saved.logits)
         new = groups[len(logits) :]
-        if new:
-            logits.append(self.rows.fill([question.prompt for question, _ in new], [own for _, own in new]))
+        prompts = [question.prompt for question, _ in new]
+        for pack in split_packs(prompts, self.device):
+            logits.append(self.rows.fill(prompts[pack], [own for _, own in new[pack]]))
         last, own = groups[-1]
         if not self.waiting or self.waiting[0][0] is not last:
             self.saved = None

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from crosstune.torch_engine.generate.rows import Block, pad_columns, split_packs
+from crosstune.torch_engine.generate.sampler import Block, pad_columns
 from crosstune.torch_engine.kernels import torch_operations
 from crosstune.torch_engine.kernels.attention import Documents, attend, prefer_cudnn
-from crosstune.torch_engine.kernels.choose import why_general
+from crosstune.torch_engine.kernels.choose_layers import why_general
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.frozen_weights import QuantizedWeights, has_own_kernel, is_dense
 from crosstune.torch_engine.kernels.halves import AttentionHalf
@@ -90,6 +90,7 @@ class FastRows:
         )
 
     def allocate(self, num_rows: int, columns: int, most_columns: int) -> None:
+        """Make a cache; it grows if answers need more columns. No row needs more than `most_columns`."""
         self._most_columns = most_columns
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
@@ -103,18 +104,39 @@ class FastRows:
         self._set_columns(columns)
 
     def fill(self, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Compute each prompt once, write it to all of its rows, and return the logits after it."""
+        """Compute each prompt once, write it to all of its rows, and return the logits after it. Prompts are padded on the right,
+        where causal attention does not look."""
         self._reserve(max(map(len, prompts)))
-        found = []
-        for pack in split_packs(prompts, self.device):
-            found.append(self._fill_pack(prompts[pack], rows[pack]))
-        return torch.cat(found)
+        ids = pad_columns(prompts, on_left=False).to(self.device)
+        count, length = ids.shape
+        targets = torch.tensor([row for each in rows for row in each], device=self.device)
+        sources = torch.tensor([n for n, each in enumerate(rows) for _ in each], device=self.device)
+        documents = Documents(count, length)
+
+        def attend_prompts(index: int, half: AttentionHalf, *parts: torch.Tensor) -> torch.Tensor:
+            q, k, v = parts
+            self.keys[index][targets, :length] = k[sources]
+            self.values[index][targets, :length] = v[sources]
+            return attend(q, k, v, documents=documents, scale=half.scale, window=half.window)
+
+        ends = [number * length + len(prompt) - 1 for number, prompt in enumerate(prompts)]
+        tables = {kind: (cos[:length], sin[:length]) for kind, (cos, sin) in self._tables.items()}
+        with prefer_cudnn(self.device):
+            hidden = self.decoder.hidden_with_cache(
+                ids, tables=tables, attend=attend_prompts, rows=torch.tensor(ends, device=self.device)
+            )
+        self._set_lengths(
+            [row for each in rows for row in each],
+            [len(prompt) for prompt, each in zip(prompts, rows, strict=True) for _ in each],
+        )
+        return hidden.to(self.decoder.dtype) @ self._head.t()
 
     def save(self, row: int, length: int) -> Block:
-        """Return a copy of the first columns of a row."""
+        """Return a copy of the prompt that `fill` has just written to a row."""
         return [(k[row, :length].clone(), v[row, :length].clone()) for k, v in self._layers()]
 
     def load(self, block: Block, rows: Sequence[int]) -> None:
+        """Write a saved prompt to rows."""
         length = len(block[0][0])
         for (keys, values), (k, v) in zip(self._layers(), block, strict=True):
             for row in rows:
@@ -122,6 +144,7 @@ class FastRows:
         self._set_lengths(rows, [length] * len(rows))
 
     def release(self, row: int) -> None:
+        """Mark the end of a row's answer; its cache may be overwritten."""
         self._lengths[row] = 0
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -146,32 +169,6 @@ class FastRows:
         }
         hidden = self.decoder.hidden_with_cache(tokens[:, None], tables=tables, attend=self._attend)
         self.positions.add_(1)
-        return hidden.to(self.decoder.dtype) @ self._head.t()
-
-    def _fill_pack(self, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Compute prompts as rows padded on the right: causal attention does not see the padding."""
-        ids = pad_columns(prompts, on_left=False).to(self.device)
-        count, length = ids.shape
-        targets = torch.tensor([row for each in rows for row in each], device=self.device)
-        sources = torch.tensor([n for n, each in enumerate(rows) for _ in each], device=self.device)
-        documents = Documents(count, length)
-
-        def attend_prompts(index: int, half: AttentionHalf, *parts: torch.Tensor) -> torch.Tensor:
-            q, k, v = parts
-            self.keys[index][targets, :length] = k[sources]
-            self.values[index][targets, :length] = v[sources]
-            return attend(q, k, v, documents=documents, scale=half.scale, window=half.window)
-
-        ends = [number * length + len(prompt) - 1 for number, prompt in enumerate(prompts)]
-        tables = {kind: (cos[:length], sin[:length]) for kind, (cos, sin) in self._tables.items()}
-        with prefer_cudnn(self.device):
-            hidden = self.decoder.hidden_with_cache(
-                ids, tables=tables, attend=attend_prompts, rows=torch.tensor(ends, device=self.device)
-            )
-        self._set_lengths(
-            [row for each in rows for row in each],
-            [len(prompt) for prompt, each in zip(prompts, rows, strict=True) for _ in each],
-        )
         return hidden.to(self.decoder.dtype) @ self._head.t()
 
     def _attend(self, index: int, half: AttentionHalf, *parts: torch.Tensor) -> torch.Tensor:

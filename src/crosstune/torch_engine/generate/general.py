@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 )
 
 from crosstune.torch_engine.device import Precision
-from crosstune.torch_engine.generate.rows import Block, pad_columns, split_packs
+from crosstune.torch_engine.generate.sampler import Block, pad_columns
 from crosstune.torch_engine.loading.adapters import AdaptedLinear
 
 
@@ -96,7 +96,7 @@ class _Layer(CacheLayerMixin):
 
 
 class GeneralRows:
-    """Decode one token of every row at a time with the modules of transformers."""
+    """Decode one token of every row at a time with the modules of transformers, by the methods of `FastRows`."""
 
     allows_graph = False
 
@@ -128,65 +128,6 @@ class GeneralRows:
         self._alive: set[int] = set()
 
     def fill(self, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Compute each prompt once, write it to all of its rows, and return the logits after it."""
-        found = []
-        for pack in split_packs(prompts, self.device):
-            found.append(self._fill_pack(prompts[pack], rows[pack]))
-        return torch.cat(found)
-
-    def save(self, row: int, length: int) -> Block:
-        start, end = self._columns.end - length, self._columns.end
-        return [
-            (layer.keys[row, :, start:end].clone(), layer.values[row, :, start:end].clone())
-            for layer in self._cache.layers
-        ]
-
-    def load(self, block: Block, rows: Sequence[int]) -> None:
-        length = block[0][0].shape[1]
-        self._make_room(length)
-        end = self._columns.end
-        for layer, (keys, values) in zip(self._cache.layers, block, strict=True):
-            for row in rows:
-                layer.keys[row, :, end - length : end] = keys
-                layer.values[row, :, end - length : end] = values
-        self._begin(rows, [length] * len(rows))
-
-    def release(self, row: int) -> None:
-        self._alive.discard(row)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Drop all other rows."""
-        chosen = torch.tensor(rows, device=self.device)
-        for layer in self._cache.layers:
-            layer.keys, layer.values = layer.keys[chosen], layer.values[chosen]
-        self._starts = [self._starts[row] for row in rows]
-        self._alive = {place for place, row in enumerate(rows) if row in self._alive}
-
-    def advance(self) -> bool:
-        """Make room for a column; drop the columns that no row uses when the buffer is full."""
-        columns = self._columns
-        columns.start = min(self._starts[row] for row in self._alive)
-        # Rows without an answer attend only to their own token, at position 0.
-        self._starts = [
-            start if row in self._alive else columns.end for row, start in enumerate(self._starts)
-        ]
-        if columns.end == columns.room:
-            grown = (
-                columns.room if columns.start > columns.room // 4 else columns.room + columns.room // 2 + 1
-            )
-            self._move(columns.start, 0, grown)
-        return False
-
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append a token to every row, and return the logits after it."""
-        columns = self._columns
-        starts = torch.tensor(self._starts, device=self.device)[:, None]
-        mask = (torch.arange(columns.start, columns.end + 1, device=self.device) >= starts).long()
-        found = self._run(tokens[:, None], mask, columns.end - starts, self._cache)
-        columns.end += 1
-        return found
-
-    def _fill_pack(self, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> torch.Tensor:
         ids = pad_columns(prompts, on_left=True).to(self.device)
         width = ids.shape[1]
         starts = torch.tensor([[width - len(prompt)] for prompt in prompts], device=self.device)
@@ -210,6 +151,56 @@ class GeneralRows:
             layer.values[every, :, end - width : end] = new.values[sources]
         self._begin(every, [len(p) for p, each in zip(prompts, rows, strict=True) for _ in each])
         return logits
+
+    def save(self, row: int, length: int) -> Block:
+        start, end = self._columns.end - length, self._columns.end
+        return [
+            (layer.keys[row, :, start:end].clone(), layer.values[row, :, start:end].clone())
+            for layer in self._cache.layers
+        ]
+
+    def load(self, block: Block, rows: Sequence[int]) -> None:
+        length = block[0][0].shape[1]
+        self._make_room(length)
+        end = self._columns.end
+        for layer, (keys, values) in zip(self._cache.layers, block, strict=True):
+            for row in rows:
+                layer.keys[row, :, end - length : end] = keys
+                layer.values[row, :, end - length : end] = values
+        self._begin(rows, [length] * len(rows))
+
+    def release(self, row: int) -> None:
+        self._alive.discard(row)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        chosen = torch.tensor(rows, device=self.device)
+        for layer in self._cache.layers:
+            layer.keys, layer.values = layer.keys[chosen], layer.values[chosen]
+        self._starts = [self._starts[row] for row in rows]
+        self._alive = {place for place, row in enumerate(rows) if row in self._alive}
+
+    def advance(self) -> bool:
+        """Make room for a column; drop the columns that no row uses when the buffer is full."""
+        columns = self._columns
+        columns.start = min(self._starts[row] for row in self._alive)
+        # Rows without an answer attend only to their own token, at position 0.
+        self._starts = [
+            start if row in self._alive else columns.end for row, start in enumerate(self._starts)
+        ]
+        if columns.end == columns.room:
+            grown = (
+                columns.room if columns.start > columns.room // 4 else columns.room + columns.room // 2 + 1
+            )
+            self._move(columns.start, 0, grown)
+        return False
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        columns = self._columns
+        starts = torch.tensor(self._starts, device=self.device)[:, None]
+        mask = (torch.arange(columns.start, columns.end + 1, device=self.device) >= starts).long()
+        found = self._run(tokens[:, None], mask, columns.end - starts, self._cache)
+        columns.end += 1
+        return found
 
     def _run(
         self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache

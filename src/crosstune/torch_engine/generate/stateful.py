@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from crosstune.core.answers import Answer, Earlier, Question, group_equal
+from crosstune.core.answers import Answer, Earlier, OnAnswer, OnToken, Question, group_equal
 from crosstune.core.sampling import Sampling
-from crosstune.torch_engine.generate.rows import Sampler, mark_seen, pad_columns
+from crosstune.torch_engine.generate.sampler import Sampler, mark_seen, pad_columns
 from crosstune.torch_engine.sharding.local_shard import sharded_modules
 
 MOST_ROWS = 16
@@ -25,8 +25,8 @@ def sample_batches(
     stop_ids: Sequence[int],
     sampling: Sampling,
     earlier: Earlier | None = None,
-    on_token: Callable[[int], None] | None,
-    on_answer: Callable[[Answer], None] | None,
+    on_token: OnToken | None,
+    on_answer: OnAnswer | None,
     numbers: Sequence[int] | None = None,
     inputs_of: Callable[[Sequence[int]], Mapping[str, torch.Tensor]] | None = None,
 ) -> list[Answer]:
@@ -108,7 +108,7 @@ class _ChosenTokens:
 class _Streamer:
     """A streamer for transformers: `put` is called with the prompt first, then with each new token."""
 
-    def __init__(self, on_token: Callable[[int], None]) -> None:
+    def __init__(self, on_token: OnToken) -> None:
         self.on_token = on_token
         self.seen_prompt = False
 

@@ -18,7 +18,6 @@ from crosstune.torch_engine.kernels.halves import (
     AttentionHalf,
     MLPHalf,
     Pass,
-    Recomputing,
     Stream,
     add_and_normalize,
     run_attention,
@@ -309,23 +308,7 @@ def _contexts(given: Pass, kept: KeptAttention | None) -> tuple[Any, Any]:
     """Return the contexts of a recomputed layer: of its forward pass, and of the recomputation."""
     if kept is None:
         return contextlib.nullcontext(), given.recomputing
-    return kept.watching(), _Both(given.recomputing, kept)
-
-
-class _Both:
-    """The context of a recomputation with kept attention; entered for each backward pass through the same graph."""
-
-    def __init__(self, recomputing: Recomputing, kept: KeptAttention) -> None:
-        self._recomputing, self._kept = recomputing, kept
-
-    def __enter__(self) -> None:
-        self._recomputing.__enter__()
-        self._replaying = self._kept.replaying()
-        self._replaying.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._replaying.__exit__(*error)
-        self._recomputing.__exit__(*error)
+    return kept.watching(), kept.replaying(given.recomputing)
 
 
 def choose_operations(device: torch.device) -> Operations:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crosstune.torch_engine.kernels.halves import MLPHalf, Pass, Stream, run_mlp
+from crosstune.torch_engine.kernels.halves import MLPHalf, Pass, Recomputing, Stream, run_mlp
 
 
 def run_tiled_mlp(stream: Stream, half: MLPHalf, given: Pass, *, tile: int) -> Stream:
@@ -87,9 +87,9 @@ class KeptAttention:
             self._held.append(_Held.apply(values.detach().requires_grad_()))
             self._outputs[number] = rest
 
-    def replaying(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the kept outputs in the `with` block instead of computing them."""
-        return _Replaying(self)
+    def replaying(self, recomputing: Recomputing) -> contextlib.AbstractContextManager[Any]:
+        """Return the kept outputs in the `with` block, a recomputation, instead of computing them."""
+        return _Replaying(self, recomputing)
 
     def output(self, number: int) -> tuple[Any, ...]:
         grad_fn: Any = self._held[number].grad_fn
@@ -126,9 +126,20 @@ class _Watching(TorchDispatchMode):
 
 
 class _Replaying(TorchDispatchMode):
-    def __init__(self, kept: KeptAttention) -> None:
+    """Entered for each backward pass through the same graph."""
+
+    def __init__(self, kept: KeptAttention, recomputing: Recomputing) -> None:
         super().__init__()
-        self._kept, self._number = kept, 0
+        self._kept, self._recomputing = kept, recomputing
+
+    def __enter__(self) -> Any:
+        self._number = 0
+        self._recomputing.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._recomputing.__exit__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _is_attention(func):

@@ -15,7 +15,7 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
 from crosstune.core.weights import principal_factors
-from crosstune.estimate.vision_families import family_of, is_projector, is_tower
+from crosstune.estimate.vision import family_of, is_projector, is_tower, reads_pictures
 from crosstune.models.adapter_choice import (
     ALL_LAYERS,
     AdapterSettings,
@@ -167,7 +167,7 @@ def saved_parameters(model: nn.Module, plan: Plan, *, adapted: Collection[str]) 
 
 def _projector(model: nn.Module, plan: Plan) -> list[str]:
     """Return the parameters of the projector, if --train_projector trains them."""
-    family = family_of(getattr(model, "config", None))
+    family = family_of(model)
     for option in ("train_projector", "train_vision_tower"):
         if getattr(plan.config, option) and family is None:
             raise UserError(
@@ -182,7 +182,7 @@ def _projector(model: nn.Module, plan: Plan) -> list[str]:
 
 def frozen_vision(model: nn.Module, plan: Plan) -> set[str]:
     """Return the parameters of tower and projector that a model trained in full keeps."""
-    trained, family = _projector(model, plan), family_of(getattr(model, "config", None))
+    trained, family = _projector(model, plan), family_of(model)
     return {
         name
         for name, _ in model.named_parameters()
@@ -283,7 +283,7 @@ def choose_targets(
     model: nn.Module, targets: str, *, dora: bool, layers: Layers = ALL_LAYERS, tower: bool = False
 ) -> list[str]:
     """Return the linear layers and expert stacks that match `targets`: of the language model, and of the `tower` too."""
-    family, stacks = family_of(getattr(model, "config", None)), expert_stacks(model)
+    family, stacks = family_of(model), expert_stacks(model)
     linears = language_layers(model)
     layers.check([*linears, *stacks])  # they are blocks of the language model
     kept = layers.choose([*linears, *stacks])
@@ -299,10 +299,8 @@ def choose_targets(
 
 def language_layers(model: nn.Module) -> list[str]:
     """Return the linear layers of the language model, without those that read pictures."""
-    family = family_of(getattr(model, "config", None))
-    return [
-        name for name in linear_layers(model) if not is_tower(name, family) and not is_projector(name, family)
-    ]
+    family = family_of(model)
+    return [name for name in linear_layers(model) if not reads_pictures(name, family)]
 
 
 def warn_of_left_out(model: nn.Module, chosen: Sequence[str], plan: Plan) -> list[str]:

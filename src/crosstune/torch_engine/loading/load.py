@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from crosstune.config.resolve.plan import Plan
-from crosstune.core.errors import LIBRARY_FAULTS, UserError
+from crosstune.core.errors import UserError
 from crosstune.core.names import read_expanded_name
-from crosstune.core.out_of_memory import is_out_of_memory
 from crosstune.core.quantization import QuantSpec
 from crosstune.core.weights import principal_factors
-from crosstune.estimate.vision_families import family_of, is_projector, is_tower
+from crosstune.estimate.vision import family_of, reads_pictures, vision_family
 from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.folder import readable_errors
 from crosstune.torch_engine.device import Precision, release_freed_memory
 from crosstune.torch_engine.import_transformers import import_transformers
 from crosstune.torch_engine.loading.adapters import choose_adapted, frozen_vision
@@ -297,8 +297,8 @@ def forms_to_quantize(
     specification keeps dense."""
     forms = weight_forms(model)
     kept = outer_forms(model, forms) if getattr(open_quantizer(spec), "KEEPS_OUTER", False) else set()
-    family = family_of(model.config)
-    kept |= {name for name in forms if is_tower(name, family) or is_projector(name, family)}
+    family = family_of(model)
+    kept |= {name for name in forms if reads_pictures(name, family)}
     names = {name.removesuffix(".weight"): name for name in forms}
     if unknown := [layer for layer in spec.kept if layer not in names]:
         raise UserError(
@@ -351,7 +351,7 @@ def plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
     """Return the new blocks of a llama_pro plan; for a folder that has them already, by its name."""
     if plan.method != "llama_pro":
         return None
-    if family_of(config) is not None:
+    if vision_family(config.to_dict()) is not None:
         raise UserError(
             f"--train_type llama_pro does not work with {config.model_type}.",
             why="blocks are added to language models, and this model also reads pictures.",
@@ -377,20 +377,3 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
         for buffer in module.buffers(recurse=False):
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(dtype)
-
-
-@contextlib.contextmanager
-def readable_errors(folder: Path) -> Iterator[None]:
-    """Re-raise errors from transformers as UserError."""
-    from huggingface_hub.errors import StrictDataclassError  # transformers' check of the fields of a config
-
-    try:
-        yield
-    except (*LIBRARY_FAULTS, StrictDataclassError) as error:
-        if is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"transformers cannot load the model in {folder}.",
-            why=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
-            do="check that it is a causal language model and that its files are complete",
-        ) from error

@@ -34,8 +34,6 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
             why=f"it has one scale per {GROUP} values.",
             do="use --quantization_backend bnb",
         )
-    if spec.kind not in ("auto", "int"):
-        raise UserError("--quant_type does not apply to mxfp4.", do="remove --quant_type")
 
 
 def quantize(

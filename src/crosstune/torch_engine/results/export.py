@@ -11,14 +11,18 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from crosstune.core.protocols import Array, RecordsBase
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_files import copy_tokenizer
+from crosstune.models.adapter_files import changes_to_base, copy_tokenizer, save_adapter
 from crosstune.models.adapter_files import load_adapter as read_adapter_files
 from crosstune.models.folder import PLAIN_STEM, add_folder_aliases
 from crosstune.models.weights import write_shards
-from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear, tied_parameters
+from crosstune.process.ranks import Group
+from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear, name_targets, tied_parameters
+from crosstune.torch_engine.session.optimizer import Masters
 from crosstune.torch_engine.session.state import copy_rows
-from crosstune.torch_engine.sharding.local_shard import local_part
+from crosstune.torch_engine.sharding.local_shard import local_part, sharded_modules
+from crosstune.torch_engine.task import BuildContext, Tensors, TorchTask, WritesModel
 
 
 def adapter_weights(adapters: Mapping[str, Adapted]) -> dict[str, nn.Parameter]:
@@ -80,3 +84,64 @@ def save_tensors(
     """Write tensors in shards. transformers reads files named `PLAIN_STEM`; use a different stem for quantized tensors."""
     on_host = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
     write_shards(folder, on_host, save=partial(save_file, metadata={"format": "pt"}), stem=stem)
+
+
+def write_adapter(
+    folder: Path,
+    weights: Mapping[str, Array],
+    *,
+    model: nn.Module,
+    adapters: Mapping[str, Adapted],
+    context: BuildContext,
+    task: TorchTask,
+) -> Path:
+    config = context.plan.config
+    save_adapter(
+        folder,
+        weights,
+        settings=AdapterSettings.from_config(config, method=context.plan.method),
+        targets=name_targets(model, adapters, saved=list(saved_weights(model, adapters))),
+        base=context.folder,
+        base_name=context.base_name,
+        record={
+            **changes_to_base(config),
+            **(task.base_record() if isinstance(task, RecordsBase) else {}),
+        },
+        starts={
+            name: adapter.start
+            for name, adapter in adapters.items()
+            if isinstance(adapter, AdaptedLinear) and adapter.start is not None
+        },
+    )
+    return folder
+
+
+def write_model(
+    folder: Path | None,
+    model: nn.Module,
+    masters: Masters,
+    *,
+    merged: Mapping[str, Adapted],
+    task: TorchTask,
+    group: Group,
+) -> Path | None:
+    """Write the whole model on the rank that has a folder; the others send it their shards. `merged` are adapters that the task
+    merges."""
+    if not sharded_modules(model):  # gathered parameters of a sharded model would look whole
+        if folder is not None:
+            _write_tensors(folder, model, task, trained=masters.masters)
+        return folder
+    from crosstune.torch_engine.sharding.read_whole import read_whole
+
+    divided = {name: (master, masters.parameters[name]) for name, master in masters.masters.items()}
+    with read_whole(group, model, divided, merged=merged) as trained:
+        if folder is not None and trained is not None:
+            _write_tensors(folder, model, task, trained=trained)
+    return folder
+
+
+def _write_tensors(folder: Path, model: nn.Module, task: TorchTask, *, trained: Tensors) -> None:
+    if isinstance(task, WritesModel):
+        task.write_model(model, folder, trained=trained)
+    else:
+        save_tensors(folder, model.state_dict().items())

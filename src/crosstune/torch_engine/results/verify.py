@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from torch import nn
 
 from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.models.folder import readable_errors
 from crosstune.process.this_process import hide_output
 from crosstune.torch_engine.device import Precision
 from crosstune.torch_engine.loading.blocks import Expansion
-from crosstune.torch_engine.loading.load import model_kind, read_config, readable_errors
+from crosstune.torch_engine.loading.load import model_kind, read_config
 from crosstune.torch_engine.loading.stream import Place, find_tensors, read_tensor
 from crosstune.torch_engine.quantized import QuantLinear
 from crosstune.torch_engine.sharding.local_shard import without_gradients
@@ -74,31 +76,22 @@ def passes(rows: Prompts, *, padded: bool = True) -> Iterator[Prompts]:
         yield group
 
 
-class FileWeight(nn.Module):
-    """A weight on disk in place of a quantized one, read at each use."""
-
-    def __init__(self, shape: tuple[int, int], place: Place, device: torch.device) -> None:
-        super().__init__()
-        self.shape, self.place, self.device = shape, place, device
-
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        return read_tensor(self.place).to(self.device, dtype)
-
-
 @contextlib.contextmanager
 def original_weights(model: nn.Module, folder: Path, expansion: Expansion) -> Iterator[None]:
-    """Use the unquantized weights of the base folder in the `with` block, in a model that was expanded from it."""
+    """Read the unquantized weights of the base folder at each use in the `with` block, in a model that was expanded from it."""
     places = {
         target: place for name, place in find_tensors(folder).items() for target, _ in expansion.names(name)
     }
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
-    kept = {name: layer.stored for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
-            device = kept[name].packed.device
-            original = FileWeight(kept[name].shape, places[f"{name}.weight"], device)
-            layer.register_module("stored", original)
+            read = partial(_read, places[f"{name}.weight"], layer.stored.packed.device)
+            layer.stored.dequantize = read  # type: ignore[method-assign]
         yield
     finally:
-        for name, layer in layers.items():
-            layer.stored = kept[name]
+        for layer in layers.values():
+            layer.stored.__dict__.pop("dequantize", None)
+
+
+def _read(place: Place, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return read_tensor(place).to(device, dtype)

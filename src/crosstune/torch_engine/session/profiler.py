@@ -50,8 +50,7 @@ class TorchProfiler:
     def __init__(self, device: torch.device, settings: ProfileSettings, *, dtype: torch.dtype) -> None:
         self.device, self.settings, self.dtype = device, settings, dtype
         self._recording: profile | None = None
-        module = torch.get_device_module(device)
-        self._synchronize = getattr(module, "synchronize", lambda: None)
+        self.synchronize = getattr(torch.get_device_module(device), "synchronize", lambda: None)
 
     def warm_up(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -76,9 +75,6 @@ class TorchProfiler:
 
     def mark(self, name: str) -> contextlib.AbstractContextManager[None]:
         return record_function(name)
-
-    def synchronize(self) -> None:
-        self._synchronize()
 
     def stop(
         self, folder: Path, *, step: int, evaluating: contextlib.AbstractContextManager[None]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from crosstune.core.out_of_memory import EVALUATING, UPDATING, OutOfMemory
+from crosstune.core.out_of_memory import EVALUATING, UPDATING
 from crosstune.core.profiling import (
     BACKWARD,
     COMMUNICATION,
@@ -30,15 +30,13 @@ from crosstune.core.protocols import (
     Backward,
     Batch,
     EvalResult,
+    HasOwnHead,
     Memory,
     PreparedBatch,
-    RecordsBase,
     SessionState,
 )
 from crosstune.core.weights import kept_moments
-from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_files import changes_to_base, save_adapter
-from crosstune.process.ranks import Group
+from crosstune.process.ranks import Group, SingleProcess
 from crosstune.torch_engine.device import (
     clear_cache,
     compile_errors,
@@ -46,31 +44,27 @@ from crosstune.torch_engine.device import (
     memory_errors,
     read_memory,
     reset_peak,
-    without_compiled,
 )
-from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear, name_targets
+from crosstune.torch_engine.loading.adapters import Adapted
 from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.session import state as states
-from crosstune.torch_engine.session.find_nonfinite import bad_gradients, bad_weights, watch_outputs
-from crosstune.torch_engine.session.metric_totals import DeviceTotals
+from crosstune.torch_engine.session.find_nonfinite import find_nonfinite
 from crosstune.torch_engine.session.offload_activations import offload_activations
 from crosstune.torch_engine.session.optimizer import Masters, averages_of, set_learning_rate, swap
 from crosstune.torch_engine.session.profiler import TorchProfiler
 from crosstune.torch_engine.sharding.local_shard import (
     free_gathered,
     is_sharded,
-    sharded_modules,
     without_gradients,
 )
 from crosstune.torch_engine.task import (
     BuildContext,
+    DeviceTotals,
     HasFastLayers,
-    HasOwnHead,
     MeasuresEvaluation,
     Tensors,
     TorchTask,
-    WritesModel,
 )
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 
@@ -103,6 +97,7 @@ class TorchSession:
     def __post_init__(self) -> None:
         context = self.context
         self.plan, self.device, self.precision = context.plan, context.device, context.precision
+        self.group: Group = self.parallel.group if self.parallel is not None else SingleProcess()
         self._random_before: dict[str, Array] = {}
         self._is_averaged = False
         self._num_updates = 0
@@ -121,7 +116,7 @@ class TorchSession:
     def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
         self._random_before = states.export_random(self.device)
         with self.connected("a step"), memory_errors(self.device), compile_errors(self.model):
-            return self._backward(window, loss_scale=loss_scale)
+            return self.compute_gradients(window, loss_scale=loss_scale)
 
     def connected(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """Convert errors of collectives in the `with` block; do nothing for a single process."""
@@ -168,48 +163,19 @@ class TorchSession:
                 if counts and (self.parallel is None or self.parallel.counts_rows):
                     weight += batch.weight
                     metrics.add(sums)
-        if self.parallel is not None:
-            total, weights = self.parallel.group.sum_numbers(total, weight)
-            weight = int(weights)
-        loss_mean = total / weight if weight else math.nan
-        return EvalResult(loss=loss_mean, weight=weight, metrics=metrics.means(self._group))
+        total, weights = self.group.sum_numbers(total, weight)
+        loss_mean = total / weights if weights else math.nan
+        return EvalResult(loss=loss_mean, weight=int(weights), metrics=metrics.means(self.group))
 
     def find_nonfinite(self, window: Sequence[PreparedBatch]) -> str:
-        """Repeat the step with hooks on all layers and describe the first non-finite value."""
-        masters = self.masters.masters
-        if broken := self._first(bad_weights(masters), of=list(masters)):
-            return f"the weight {broken} was not finite before the step"
-        before = states.export_random(self.device)
-        try:
-            with (
-                self.task.general_layers()
-                if isinstance(self.task, HasFastLayers)
-                else contextlib.nullcontext(),
-                self.connected("a step"),
-                without_compiled(self.model),
-                memory_errors(self.device),
-                watch_outputs(self.model) as layers,
-            ):
-                self._backward(window)
-            layer = self._first(layers, of=[name for name, _ in self.model.named_modules()])
-            gradient = self._first(bad_gradients(masters), of=list(reversed(masters)))
-        except OutOfMemory:  # the general layers may need more memory than the fast layers
-            return "there was not enough memory to find the layer"
-        finally:
-            self.masters.clear_gradients()
-            states.import_random(self.device, before)
-        if layer:
-            return f"the first non-finite value was the output of {layer}"
-        if gradient:
-            return f"every output was finite; the first non-finite gradient was at {gradient}"
-        return "every value was finite when the step was run again"
+        def repeat() -> None:
+            with contextlib.ExitStack() as stack:
+                if isinstance(self.task, HasFastLayers):
+                    stack.enter_context(self.task.general_layers())
+                stack.enter_context(self.connected("a step"))
+                self.compute_gradients(window)
 
-    def _first(self, bad: Sequence[str], *, of: Sequence[str]) -> str | None:
-        """Return the first bad name across all ranks, in the order of `of`."""
-        counts: Sequence[float] = [name in bad[:1] for name in of]
-        if self.parallel is not None:
-            counts = self.parallel.group.sum_numbers(*counts)
-        return next((name for name, count in zip(of, counts, strict=True) if count), None)
+        return find_nonfinite(self.model, self.masters, self.group, device=self.device, repeat=repeat)
 
     def memory(self) -> Memory:
         return read_memory(self.device)
@@ -278,66 +244,33 @@ class TorchSession:
             self._is_averaged = False
 
     def save_result(self, folder: Path | None) -> Path | None:
-        doing = "writing the result"
+        doing, model, adapters, task = "writing the result", self.model, self.adapters, self.task
         with self._gathering(doing), memory_errors(self.device, doing=doing), self.averaged():
-            if self.adapters and not isinstance(self.task, HasOwnHead):
+            if adapters and not isinstance(task, HasOwnHead):
                 weights = states.export_weights(self.masters)
-                return None if folder is None else self._write_adapter(folder / "adapter", weights)
-            if isinstance(self.task, CausalLM):
-                self.task.measure_result(self.model)
-            return self._write_model(folder / "model" if folder is not None else None)
-
-    def _write_adapter(self, folder: Path, weights: Mapping[str, Array]) -> Path:
-        save_adapter(
-            folder,
-            weights,
-            settings=AdapterSettings.from_config(self.plan.config, method=self.plan.method),
-            targets=name_targets(
-                self.model, self.adapters, saved=list(export.saved_weights(self.model, self.adapters))
-            ),
-            base=self.context.folder,
-            base_name=self.context.base_name,
-            record={
-                **changes_to_base(self.plan.config),
-                **(self.task.base_record() if isinstance(self.task, RecordsBase) else {}),
-            },
-            starts={
-                name: adapter.start
-                for name, adapter in self.adapters.items()
-                if isinstance(adapter, AdaptedLinear) and adapter.start is not None
-            },
-        )
-        return folder
-
-    def _write_model(self, folder: Path | None) -> Path | None:
-        """Write the whole model on the rank that has a folder; the others send it their shards."""
-        masters, parameters = self.masters.masters, self.masters.parameters
-        if not sharded_modules(self.model):  # gathered parameters of a sharded model would look whole
-            if folder is not None:
-                self._write_tensors(folder, trained=masters)
-            return folder
-        from crosstune.torch_engine.sharding.read_whole import read_whole
-
-        assert self.parallel is not None
-        divided = {name: (master, parameters[name]) for name, master in masters.items()}
-        merged = self.adapters if isinstance(self.task, HasOwnHead) else {}
-        with read_whole(self.parallel.group, self.model, divided, merged=merged) as trained:
-            if folder is not None and trained is not None:
-                self._write_tensors(folder, trained=trained)
-        return folder
-
-    def _write_tensors(self, folder: Path, *, trained: Tensors) -> None:
-        if isinstance(self.task, WritesModel):
-            self.task.write_model(self.model, folder, trained=trained)
-        else:
-            export.save_tensors(folder, self.model.state_dict().items())
+                if folder is None:
+                    return None
+                return export.write_adapter(
+                    folder / "adapter",
+                    weights,
+                    model=model,
+                    adapters=adapters,
+                    context=self.context,
+                    task=task,
+                )
+            if isinstance(task, CausalLM):
+                task.measure_result(model)
+            target = folder / "model" if folder is not None else None
+            return export.write_model(
+                target, model, self.masters, merged=adapters, task=task, group=self.group
+            )
 
     def _gathering(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """Like `connected` for sharded models; replicas gather nothing."""
         is_divided = self.parallel is not None and self.parallel.strategy.sharded
         return self.connected(doing) if is_divided else contextlib.nullcontext()
 
-    def _backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
+    def compute_gradients(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
         """Compute the gradients of a step into the masters, unscaled and clipped."""
         weight = sum(batch.weight for batch in window)
         total, metrics = torch.zeros((), device=self.device), DeviceTotals(self.task.metric_names)
@@ -375,7 +308,7 @@ class TorchSession:
             grad_norm=grad_norm,
             weight=weight,
             num_tokens=sum(batch.num_tokens for batch in window),
-            metrics=metrics.means(self._group),
+            metrics=metrics.means(self.group),
         )
 
     def _clip(self, trained: Sequence[torch.Tensor]) -> torch.Tensor | float:
@@ -394,7 +327,7 @@ class TorchSession:
             loss, norm = torch.stack([total, norm]).tolist()
         else:
             loss, norm = float(total), float(norm)
-        return self.parallel.group.sum_numbers(loss)[0] if self.parallel is not None else loss, norm
+        return self.group.sum_numbers(loss)[0], norm
 
     def _replicated(self) -> dict[str, torch.Tensor]:
         """Return the masters that are not sharded."""
@@ -437,10 +370,6 @@ class TorchSession:
         """The --optimizer, and whether it is torch's fused version, which `adamw` becomes on a GPU."""
         name = self.plan.config.optimizer.removeprefix("fused_")
         return f"{name} (fused)" if self.optimizer and self.optimizer.defaults.get("fused") else name
-
-    @property
-    def _group(self) -> Group | None:
-        return self.parallel.group if self.parallel is not None else None
 
     def _trained_optimizer(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None, "this session was opened without training"

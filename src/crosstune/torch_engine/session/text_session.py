@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from crosstune.core.answers import Answer, Earlier
+from crosstune.core.answers import Answer, Earlier, OnAnswer, OnToken
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import EVALUATING, GENERATING
 from crosstune.core.protocols import Array, Batch
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.data.read.pictures import Picture
-from crosstune.process.ranks import SingleProcess
 from crosstune.torch_engine.device import evaluating, memory_errors
-from crosstune.torch_engine.generate.answers import OnAnswer, OnToken, free_memory, sample_answers
+from crosstune.torch_engine.generate.answers import free_memory, sample_answers
 from crosstune.torch_engine.generate.fast import (
     COPIED_SHARE,
     FEWEST_FOR_COPIES,
@@ -71,11 +70,11 @@ class TextSession(TorchSession):
         return range(count) if sharded_modules(self.model) else self.own_share(count)
 
     def own_share(self, count: int) -> range:
-        return range(count) if self.parallel is None else range(self.parallel.rank, count, self.parallel.size)
+        return range(self.group.ranks.rank, count, self.group.ranks.size)
 
     def gather_vectors(self, own: Mapping[int, Array]) -> list[Array]:
         with self.connected(GENERATING):
-            return (self.parallel.group if self.parallel is not None else SingleProcess()).gather_vectors(own)
+            return self.group.gather_vectors(own)
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
         return [answer.content for answer in self.sample(prompts, **options)]

@@ -18,15 +18,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.out_of_memory import STEP, OutOfMemory
 from crosstune.core.protocols import PreparedBatch, StatePart
-from crosstune.process.ranks import Group
+from crosstune.process.ranks import Group, buckets
+from crosstune.torch_engine.group import peer_errors
 from crosstune.torch_engine.session.state import export_random, import_random
 from crosstune.torch_engine.sharding.context import RowPart
 from crosstune.torch_engine.sharding.local_shard import free_gathered, set_gradient_sync
-from crosstune.torch_engine.sharding.rendezvous import peer_errors
 from crosstune.torch_engine.sharding.shard import REPLICAS, STRATEGIES, Strategy, make_mesh
-
-BUFFER_BYTES = 64 * 2**20
-"""Largest bucket of an all-reduce of gradients: few messages and little extra memory."""
 
 
 @dataclass(kw_only=True)
@@ -153,7 +150,7 @@ class Parallel:
         """Sum the gradients of replicated tensors. A tensor without a gradient on every rank stays without one."""
         present = self.group.sum_numbers(*(float(tensor.grad is not None) for tensor in tensors.values()))
         used = [tensor for tensor, count in zip(tensors.values(), present, strict=True) if count]
-        for bucket in _buckets(used):
+        for bucket in buckets(used, lambda tensor: tensor.nbytes):
             parts = [torch.zeros_like(t) if t.grad is None else t.grad for t in bucket]
             flat = torch.cat([part.reshape(-1) for part in parts])
             dist.all_reduce(flat)
@@ -176,19 +173,6 @@ class Parallel:
 
 def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return get_total_norm([tensor.grad for tensor in tensors if tensor.grad is not None])
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    bucket: list[torch.Tensor] = []
-    num_bytes = 0
-    for tensor in tensors:
-        if bucket and num_bytes + tensor.nbytes > BUFFER_BYTES:
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append(tensor)
-        num_bytes += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def open_parallel(plan: Plan, group: Any, *, device: torch.device) -> Parallel:

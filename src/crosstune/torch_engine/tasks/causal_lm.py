@@ -17,12 +17,12 @@ from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.protocols import Array
 from crosstune.data.batches.forked import Fork, ForkedBatch, fork_rows, separate_rows
 from crosstune.data.batches.token_batch import IGNORED, Example, TokenBatch, number_answers
-from crosstune.estimate.vision_families import family_of
+from crosstune.estimate.vision import family_of
 from crosstune.files.json_files import write_json
-from crosstune.models.identity import RECORD, identity
+from crosstune.models.identity import RECORD, base_record
 from crosstune.torch_engine.device import evaluating
+from crosstune.torch_engine.kernels.chunked_scans import use_chunked_scans
 from crosstune.torch_engine.kernels.decoder import FastDecoder
-from crosstune.torch_engine.kernels.use_scans import use_chunked_scans
 from crosstune.torch_engine.loading.blocks import Expansion
 from crosstune.torch_engine.loading.load import load_model
 from crosstune.torch_engine.loading.stream import find_tensors, read_tensor
@@ -38,15 +38,16 @@ from crosstune.torch_engine.tasks.model_input import (
     fork_arrays,
     fork_mask,
     noise_of,
+    noisy_embeddings,
 )
-from crosstune.torch_engine.tasks.noisy_embeddings import noisy_embeddings
-from crosstune.torch_engine.tasks.router_balance import check_router_balance, router_balance
 from crosstune.torch_engine.tasks.token_losses import (
     Measure,
+    check_router_balance,
     cross_entropy_sum,
     head_inputs,
     measure_model,
     model_token_losses,
+    router_balance,
 )
 
 _PROBE_TOKENS = 32
@@ -242,15 +243,8 @@ class CausalLM:
             self.decoder = decoder
 
     def base_record(self) -> dict[str, Any]:
-        """Return the identity of the base weights, their quantization and the precision of the training."""
-        context = self.context
-        assert context.folder is not None
-        spec = context.plan.quant_spec
-        return {
-            "base": {"name": context.plan.config.model_name, "identity": identity(context.folder)},
-            "quantization": spec.to_json() if spec is not None else None,
-            "precision": context.plan.precision,
-        }
+        assert self.context.folder is not None
+        return base_record(self.context.folder, self.context.plan)
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None:
         """Write a model folder that transformers can load."""
@@ -295,7 +289,7 @@ class CausalLM:
 
 def row_positions(model: nn.Module, positions: torch.Tensor) -> torch.Tensor:
     """Return the positions of text in the model's form: some families also take time, height and width."""
-    family = family_of(getattr(model, "config", None))
+    family = family_of(model)
     return positions.expand(4, -1, -1) if family is not None and family.layout == "grid" else positions
 
 

@@ -1,7 +1,11 @@
-"""The arrays of a batch for a model of transformers or for the fast layers: rows, packed documents, and answers that share prompts."""
+"""The arrays of a batch for a model of transformers or for the fast layers: rows, packed documents, answers that share prompts, and
+noise on the embeddings (NEFTune)."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,7 +15,7 @@ from torch import nn
 
 from crosstune.core.protocols import Array
 from crosstune.data.batches.forked import ForkedBatch, key_layout
-from crosstune.data.batches.token_batch import IGNORED, TokenBatch, without_padding
+from crosstune.data.batches.token_batch import CHANNEL, FIRST, IGNORED, SECOND, TokenBatch, without_padding
 from crosstune.torch_engine.kernels.attention import Documents, Forks
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.task import Tensors
@@ -156,3 +160,49 @@ def noise_of(given: ModelInput, *, fast: bool) -> tuple[Any, Any]:
     if fast and given.unpadded_ids is not None:
         return given.unpadded_noise_keys, given.unpadded_noise_scales
     return given.noise_keys, given.noise_scales
+
+
+_VALUES_AT_A_TIME = 2**23
+
+
+@contextlib.contextmanager
+def noisy_embeddings(
+    model: nn.Module, keys: torch.Tensor | None, scales: torch.Tensor | None
+) -> Iterator[None]:
+    """Add noise to the model's input embeddings within the context; do nothing without keys."""
+    if keys is None or scales is None:
+        yield
+        return
+
+    def add(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + noise(keys, scales, output.shape[-1]).to(output.dtype)
+
+    handle = model.get_input_embeddings().register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def noise(keys: torch.Tensor, scales: torch.Tensor, channels: int) -> torch.Tensor:
+    """Return noise in fp32 for int32 keys and fp32 scales of any shape, with `channels` numbers for each."""
+    found = torch.empty((keys.numel(), channels), device=keys.device)
+    added = torch.arange(channels, dtype=torch.int32, device=keys.device) * _signed(CHANNEL)
+    rows = max(1, _VALUES_AT_A_TIME // channels)
+    factors = scales.flatten() / math.sqrt(channels)
+    for start in range(0, keys.numel(), rows):
+        hashed = keys.flatten()[start : start + rows, None] + added
+        hashed ^= (hashed >> 16) & 0xFFFF  # int32 shifts copy the sign; the products wrap around
+        hashed *= _signed(FIRST)
+        hashed ^= (hashed >> 13) & 0x7FFFF
+        hashed *= _signed(SECOND)
+        hashed ^= (hashed >> 16) & 0xFFFF
+        uniform = ((hashed >> 8) & 0xFFFFFF).float() * 2.0**-23 - 1.0
+        found[start : start + rows] = uniform * factors[start : start + rows, None]
+    return found.reshape(*keys.shape, channels)
+
+
+def _signed(value: int) -> int:
+    """Return 32 bits as a signed integer."""
+    return value - 2**32 if value >= 2**31 else value

@@ -1,8 +1,10 @@
-"""Compute the cross entropy of tokens in chunks: of given logits, or of a model whose logits never exist for a whole batch."""
+"""Losses of tokens: the cross entropy of logits or of a model in chunks, so that the logits of a batch need not exist at once, and the
+balance loss of a mixture of experts."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from crosstune.core.errors import UserError
 from crosstune.estimate.memory import LOGITS_AT_A_TIME
 
 
@@ -206,3 +209,25 @@ def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
             del module.forward
         else:
             module.forward = own
+
+
+def check_router_balance(model: nn.Module) -> None:
+    """Raise if a model does not return the logits of its routers."""
+    if "output_router_logits" not in inspect.signature(model.forward).parameters:
+        raise UserError(
+            f"--router_aux_loss_coef does not apply to {type(model).__name__}.",
+            why="transformers defines no balance loss for it: it has no experts, or balances them by a bias.",
+            do="remove --router_aux_loss_coef",
+        )
+
+
+def router_balance(model: Any, router_logits: Any, real: torch.Tensor | None) -> torch.Tensor:
+    """Return the balance loss: the number of experts times the sum, over the experts, of an expert's share of the choices
+    times its mean probability. It equals the number of experts per token if all are chosen equally often. `real` marks the
+    tokens that are not padding."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    found: torch.Tensor = load_balancing_loss_func(
+        router_logits, model.num_experts, model.num_experts_per_tok, real
+    )
+    return found

@@ -14,8 +14,8 @@ from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.core.protocols import Array
 from crosstune.data.batches.token_batch import TokenBatch
 from crosstune.data.read.pictures import Picture
-from crosstune.estimate.vision_families import Vision, read_vision
-from crosstune.torch_engine.generate.rows import pad_columns
+from crosstune.estimate.vision import Vision, read_vision
+from crosstune.torch_engine.generate.sampler import pad_columns
 from crosstune.torch_engine.import_transformers import import_transformers
 from crosstune.torch_engine.task import BuildContext
 from crosstune.torch_engine.tasks.causal_lm import CausalLM

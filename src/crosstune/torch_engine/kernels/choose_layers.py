@@ -28,7 +28,7 @@ from crosstune.estimate.memory import fast_working_bytes
 from crosstune.process.ranks import Group
 from crosstune.torch_engine.device import Precision
 from crosstune.torch_engine.experts import AdaptedStack
-from crosstune.torch_engine.kernels.calibrate import (
+from crosstune.torch_engine.kernels.calibrate_fp8 import (
     Fp8Exclusions,
     choose_fp8_exclusions,
     restore_dense_layers,

@@ -1,10 +1,13 @@
-"""Set MLX's memory limits, read its memory use, and recognize its out-of-memory errors."""
+"""Set MLX's memory limits, read its memory use, convert its out-of-memory errors, and preserve its random state."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import psutil
 
 from crosstune.config.mlx_settings import MlxSettings
@@ -48,3 +51,14 @@ def free_memory() -> int:
 def memory_errors(*, doing: str = out_of_memory.STEP) -> contextlib.AbstractContextManager[None]:
     """Convert out-of-memory errors to OutOfMemory, after releasing cached memory."""
     return out_of_memory.memory_errors(doing=doing, release=mx.clear_cache)
+
+
+@contextlib.contextmanager
+def keep_process_state() -> Iterator[None]:
+    """Restore the random state on exit."""
+    state: Any = mx.random.state
+    high, low = np.array(state[0]).tolist()
+    try:
+        yield
+    finally:
+        mx.random.seed(high << 32 | low)  # the key of a seed is its two halves

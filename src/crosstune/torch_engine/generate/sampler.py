@@ -1,9 +1,8 @@
-"""The interface of a model to the loop of continuous batching: rows with caches, and the choice of their next tokens."""
+"""Choose the next tokens of rows, pad prompts, and divide them into packs that are computed at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
 
 import torch
 
@@ -13,45 +12,6 @@ Block = list[tuple[torch.Tensor, torch.Tensor]]
 """The keys and values of a prompt in every layer."""
 PACK_ON_GPU, PACK_ON_CPU = 8192, 2048
 """Tokens of prompts computed at once, with their padding."""
-
-
-class Rows(Protocol):
-    """The rows of a model, each with the cache of one answer."""
-
-    device: torch.device
-    vocabulary: int
-
-    @property
-    def column_bytes(self) -> int:
-        """Bytes of a token in the cache."""
-
-    @property
-    def allows_graph(self) -> bool:
-        """True if `step` can be a CUDA graph."""
-
-    def allocate(self, num_rows: int, columns: int, most_columns: int) -> None:
-        """Make a cache; it grows if answers need more columns. No row needs more than `most_columns`."""
-
-    def fill(self, prompts: Any, rows: Any) -> torch.Tensor:
-        """Compute each prompt once, write it to all of its rows, and return the logits after it."""
-
-    def save(self, row: int, length: int) -> Block:
-        """Return a copy of the prompt that `fill` has just written to a row."""
-
-    def load(self, block: Block, rows: Sequence[int]) -> None:
-        """Write a saved prompt to rows."""
-
-    def release(self, row: int) -> None:
-        """Mark the end of a row's answer; its cache may be overwritten."""
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Drop all other rows."""
-
-    def advance(self) -> bool:
-        """Make room for a token in every row; return True if the cache moved in memory."""
-
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append a token to every row, and return the logits after it."""
 
 
 def split_packs(prompts: Sequence[Sequence[int]], device: torch.device) -> Iterator[slice]:
