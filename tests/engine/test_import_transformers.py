@@ -67,6 +67,25 @@ def test_a_package_that_is_imported_already_is_used_as_it_is():
     assert found.split() == ["True", "True", "True"]
 
 
+@pytest.mark.slow
+def test_transformers_finds_the_same_classes_and_packages():
+    show = (
+        "import transformers, transformers.models\n"
+        "from transformers.utils import import_utils as found\n"
+        "names = {m: {k: sorted(v) for k, v in m._import_structure.items()} for m in (transformers, transformers.models)}\n"
+        "print([sorted(each.items()) for each in names.values()])\n"
+        "print([sorted(m._class_to_module.items()) for m in names])\n"
+        "print({k: sorted(v) for k, v in sorted(found.PACKAGE_DISTRIBUTION_MAPPING.items())})\n"
+        "print(found.fetch__all__.__name__)"
+    )
+    quickly = (
+        "from crosstune.torch_engine.import_transformers import import_transformers; import_transformers()\n"
+    )
+    plain = run(show)
+    assert "LlamaForCausalLM" in plain and plain.endswith("\nfetch__all__\n")
+    assert run(quickly + show) == plain
+
+
 def test_packages_are_found_as_python_finds_them(tmp_path, monkeypatch):
     for name, files in {
         "declared-1.0": {"top_level.txt": "one\ntwo\n", "RECORD": "three/a.py,,\n"},

@@ -1,20 +1,22 @@
 """Import transformers quickly: skip optional packages until they are used, and avoid repeated work.
 
 Its model classes import hqq (which imports torch's compiler), scipy and accelerate for a few functions that most runs never
-call. Here each such name is a stand-in that imports its package when it is first used. It also reads the file lists of all
-installed packages; here it gets the same answer sooner.
+call. Here each such name is a stand-in that imports its package when it is first used. It also reads the source of all its
+model classes twice and the file lists of all installed packages; here it gets the same answers sooner.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.metadata
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -42,7 +44,7 @@ def import_transformers() -> None:
     """Import the model classes of transformers, once."""
     if all(name in sys.modules for name in _MODULES):
         return
-    with without_collecting(), _stand_ins(), _quick_packages():
+    with without_collecting(), _stand_ins(), _quick_scans():
         for name in _MODULES:
             importlib.import_module(name)
 
@@ -63,13 +65,16 @@ def without_collecting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quick_packages() -> Iterator[None]:
-    """Within the context, transformers finds the installed packages quickly, if it is imported now."""
-    find_packages = importlib.metadata.packages_distributions
+def _quick_scans() -> Iterator[None]:
+    """Within the context, transformers searches its folders and the installed packages quickly, if it is imported now."""
+    find_packages, finder = importlib.metadata.packages_distributions, _Finder()
     importlib.metadata.packages_distributions = packages_distributions
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
+        sys.meta_path.remove(finder)
+        finder.restore()
         importlib.metadata.packages_distributions = find_packages
 
 
@@ -88,6 +93,41 @@ def packages_distributions() -> Mapping[str, list[str]]:
         for name in names:
             found[name].append(stated)
     return dict(found)
+
+
+class _Finder:
+    """Finds the module of transformers that scans folders, and lets it read a folder once and only the end of a file."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[ModuleType, str, Any]] = []
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "transformers.utils.import_utils":
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            self._run = spec.loader.exec_module
+            spec.loader.exec_module = self._run_and_replace  # type: ignore[method-assign]
+        return spec
+
+    def _run_and_replace(self, module: ModuleType) -> None:
+        self._run(module)
+        quicker = {"create_import_structure_from_path": functools.cache, "fetch__all__": _on_last_lines}
+        for name, make in quicker.items():
+            if function := getattr(module, name, None):
+                self._replaced.append((module, name, function))
+                setattr(module, name, make(function))
+
+    def restore(self) -> None:
+        for module, name, function in self._replaced:
+            setattr(module, name, function)
+
+
+def _on_last_lines(function: Any) -> Any:
+    """Return the function of a text for the lines from its last `__all__` on, which are all that it uses."""
+    return lambda text: function(text[max(text.rfind("\n__all__"), 0) :])
 
 
 @contextlib.contextmanager
