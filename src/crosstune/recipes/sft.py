@@ -225,8 +225,7 @@ class SftRecipe(TokenRecipe):
             )
         name, kind = ("vision_lm", "VisionLM") if self.has_pictures else ("causal_lm", "CausalLM")
         module = importlib.import_module(f"crosstune.{engine}_engine.tasks.{name}")
-        task: Task = getattr(module, kind)()
-        return task
+        return getattr(module, kind)()
 
     def micro_batches(self, step: int) -> list[TokenBatch]:
         batch_size, pad_id = self.config.batch_size, self.tokenizer.pad_id

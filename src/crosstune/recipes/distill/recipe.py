@@ -93,8 +93,7 @@ class DistillRecipe(SftRecipe):
 
     def task(self, engine: str) -> Task:
         module = importlib.import_module(f"crosstune.recipes.distill.{engine}_parts")
-        task: Task = module.DistillLM(self.objective, self.teacher, width=self.width)
-        return task
+        return module.DistillLM(self.objective, self.teacher, width=self.width)
 
     def prepare_session(
         self, session: Session, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
@@ -122,8 +121,7 @@ class DistillRecipe(SftRecipe):
         def compute(batches: Iterable[DistillBatch]) -> Iterable[Floats]:
             if self.teacher.problem is not None:
                 raise self.teacher.problem
-            values: list[Floats] = session.task.teacher_rows(session, batches)
-            return values
+            return session.task.teacher_rows(session, batches)
 
         self._stored = complete_reference(
             folder=folder,

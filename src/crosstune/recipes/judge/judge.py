@@ -304,8 +304,7 @@ class Judge:
 def judge_task(head: str, engine: str) -> Task:
     """Return the task of a head."""
     parts = engine_parts(engine)
-    task: Task = parts.ScalarHead() if head == "scalar" else parts.ScoreTokens()
-    return task
+    return parts.ScalarHead() if head == "scalar" else parts.ScoreTokens()
 
 
 def engine_parts(engine: str) -> Any:

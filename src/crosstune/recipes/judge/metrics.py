@@ -91,8 +91,7 @@ def _centered(values: Floats) -> Floats:
     """Center values and scale them to at most 1, so that squares neither overflow nor underflow."""
     centered = values - values.mean()
     largest = np.abs(centered).max()
-    scaled: Floats = centered / largest if largest > _ROUNDING * np.abs(values).max() else centered * 0
-    return scaled
+    return centered / largest if largest > _ROUNDING * np.abs(values).max() else centered * 0
 
 
 def _numbered(values: Floats) -> Places:
@@ -104,8 +103,7 @@ def are_within(expected: ArrayLike, found: ArrayLike, *, distance: float) -> NDA
     """Return which scores differ by at most `distance`; False for NaN."""
     difference = np.abs(np.asarray(found, np.float64) - np.asarray(expected, np.float64))
     # In floating point, 8.7 - 7.7 is a little more than 1.
-    near: NDArray[np.bool_] = difference <= distance * (1 + 1e-9)
-    return near
+    return difference <= distance * (1 + 1e-9)
 
 
 def confusion_matrix(rows: NDArray[np.int64], columns: NDArray[np.int64], *, num_classes: int) -> Counts:
@@ -174,14 +172,12 @@ def fit_temperature(log_probs: Floats, targets: Floats) -> float:
 
 def soften(probs: Floats, temperature: float) -> Floats:
     """Return probabilities at a different temperature."""
-    softened: Floats = np.exp(log_softmax(np.log(np.maximum(probs, 1e-300)) / temperature))
-    return softened
+    return np.exp(log_softmax(np.log(np.maximum(probs, 1e-300)) / temperature))
 
 
 def log_softmax(values: Floats) -> Floats:
     shifted = values - values.max(axis=-1, keepdims=True)
-    found: Floats = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return found
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def rouge_l(reference: str, text: str) -> float:

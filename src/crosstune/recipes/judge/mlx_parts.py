@@ -183,8 +183,7 @@ class ScalarHead(CausalLM):
 
     def outputs(self, ids: mx.array, places: mx.array) -> mx.array:
         """Return the head's output after some positions, indices into the flattened rows."""
-        found: mx.array = self._split.model[HEAD](self._split.hidden(ids)[places])[:, 0]
-        return found
+        return self._split.model[HEAD](self._split.hidden(ids)[places])[:, 0]
 
     def measure(self, found: mx.array, scores: mx.array) -> tuple[mx.array, MetricSums]:
         """Return the loss of the head's outputs: the squared error, summed over the rows."""

@@ -203,8 +203,7 @@ class RewardRecipe(JudgeRecipe):
         return encode_pairs(items, **self._encoding(name))
 
     def task(self, engine: str) -> Task:
-        task: Task = engine_parts(engine).RewardHead(center=self.config.center_rewards)
-        return task
+        return engine_parts(engine).RewardHead(center=self.config.center_rewards)
 
     @property
     def lengths(self) -> NDArray[np.int64]:

@@ -133,8 +133,7 @@ def next_log_probs(
         ).logits[:, -last:]
         chosen = torch.tensor(list(token_ids), device=session.device)
         log_probs = torch.log_softmax(found.float(), dim=-1).index_select(-1, chosen)
-    result: NDArray[np.float64] = log_probs.double().cpu().numpy()
-    return result
+    return log_probs.double().cpu().numpy()
 
 
 def _keep(model: nn.Module, last: int) -> dict[str, Any]:
@@ -196,8 +195,7 @@ class ScalarHead:
         width = model.get_submodule(HEAD).weight.shape[1]
         start = uniform_by_name(HEAD, shape=(1, width), seed=opening.plan.config.seed)
         _set_head(model, torch.from_numpy(start).to(opening.device))
-        trained: nn.Module = model
-        return trained
+        return model
 
     def arrays(self, batch: Any) -> Mapping[str, Array]:
         width = int(batch.ends.max()) + 1
@@ -256,8 +254,7 @@ def _forward(model: Any, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return the head's output after the token `ends` of each row, in fp32. Rows are padded on the right."""
     hidden = getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state
     last = hidden[torch.arange(len(ids), device=ids.device), ends]
-    scores: torch.Tensor = model.get_submodule(HEAD)(last)[:, 0]
-    return scores
+    return model.get_submodule(HEAD)(last)[:, 0]
 
 
 def scalar_scores(session: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
@@ -267,8 +264,7 @@ def scalar_scores(session: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.
     ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=session.device)
     with _inference(session):
         found = session.model(ids, ends)
-    values: NDArray[np.float64] = found.double().cpu().numpy()
-    return values
+    return found.double().cpu().numpy()
 
 
 def _load_trained(folder: Path, opening: BuildContext) -> nn.Module:
@@ -282,8 +278,7 @@ def _load_trained(folder: Path, opening: BuildContext) -> nn.Module:
             local_files_only=True,
         ).to(opening.device)
     _set_head(model, model.get_submodule(HEAD).weight.detach())
-    trained: nn.Module = model
-    return trained
+    return model
 
 
 def _set_head(model: Any, weight: torch.Tensor) -> None:

@@ -84,8 +84,7 @@ def draw(
 def _spread(random: np.random.Generator, rows: int) -> NDArray[np.float32]:
     """Return evenly spaced times in random order, so that a step covers all noise levels."""
     times = (random.random() + np.arange(rows) / max(1, rows)) % 1.0
-    spread: NDArray[np.float32] = (T_MIN + (1 - 2 * T_MIN) * random.permutation(times)).astype(np.float32)
-    return spread
+    return (T_MIN + (1 - 2 * T_MIN) * random.permutation(times)).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

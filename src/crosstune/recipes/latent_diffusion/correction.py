@@ -108,8 +108,7 @@ def _cosines(
     texts = vocabulary.decode_batch(tokens)
     different = {text: place for place, text in enumerate(dict.fromkeys(texts))}
     vectors = encoder.encode(list(different))[[different[text] for text in texts]]
-    cosines: NDArray[np.float32] = (vectors * np.asarray(latents, np.float32)).sum(-1)
-    return cosines
+    return (vectors * np.asarray(latents, np.float32)).sum(-1)
 
 
 def _keep(best: Best, found: Decoded, rows: NDArray[Any], cosines: NDArray[np.float32]) -> None:

@@ -55,8 +55,7 @@ class LatentDiffusionRecipe:
         self._task = LatentDiffusionTask(
             self.settings, modes=self.modes.all(), latent_loss=self.config.latent_loss
         )
-        task: Task = self._task
-        return task
+        return self._task
 
     def micro_batches(self, step: int) -> list[PairBatch]:
         batch = self._batch(

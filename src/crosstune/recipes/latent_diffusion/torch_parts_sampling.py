@@ -230,8 +230,7 @@ class Sampler:
             latent_time = torch.full((len(tokens),), 1.0 if free else 0.0, device=self.device)
         without = torch.full((len(tokens),), free, device=self.device)
         text_time = ((tokens == MASK).sum(1) / lengths).float()
-        output: Output = self.model(tokens, lengths, latents, text_time, latent_time, without)
-        return output
+        return self.model(tokens, lengths, latents, text_time, latent_time, without)
 
     def _clean_of(self, output: Output, noisy: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         assert output.latent is not None, "the model was trained without predicting latents"

@@ -85,8 +85,7 @@ class PreferenceRecipe(TokenRecipe):
 
     def task(self, engine: str) -> Task:
         module = importlib.import_module(f"crosstune.recipes.preference.{engine}_parts")
-        task: Task = module.PreferenceLM(self.loss)
-        return task
+        return module.PreferenceLM(self.loss)
 
     def prepare_session(
         self, session: Session, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer

@@ -85,8 +85,7 @@ class RlRecipe:
 
     def task(self, engine: str) -> Task:
         module = importlib.import_module(f"crosstune.recipes.rl.{engine}_parts")
-        task: Task = module.RlLM(self.loss)
-        return task
+        return module.RlLM(self.loss)
 
     def prepare_session(
         self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
