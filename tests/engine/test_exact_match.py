@@ -48,7 +48,7 @@ def opened(
     asked = {"precision": "fp32"} | request.param | data
     config = make_config(model_name=str(tiny_model), eval_metric="exact_match", num_samples=2, **asked)
     plan = make_plan(config)
-    recipe = SftRecipe(plan.config, model_folder=tiny_model, cache=folder)
+    recipe = SftRecipe(plan.config, model_folder=tiny_model)
     session = open_session(plan, ModelFolder(name=str(tiny_model), path=tiny_model, source="folder"))
     for _ in range(60):
         if train_step(session, recipe.micro_batches(0), lr=config.lr).loss < 0.02:

@@ -232,7 +232,7 @@ def test_packed_pairs_train_like_separate_rows(pairs: Path, tuned: Path, options
     packed = recipe.micro_batches(1)
     assert max(batch.tokens.segments.max() for batch in packed) > 1
     assert sum(batch.weight for batch in packed) == len(places) > sum(len(b.tokens.segments) for b in packed)
-    apart = [recipe._batch(recipe.train, [[place] for place in places])]
+    apart = [recipe.batch(recipe.train, [[place] for place in places])]
     expected = session.backward([session.prepare(batch) for batch in apart])
     session.update(lr=0.0)  # forgets the gradients, keeps the weights
     found = session.backward([session.prepare(batch) for batch in packed])

@@ -168,7 +168,7 @@ def test_options_without_a_meaning_are_refused_all_at_once() -> None:
     said = "\n".join(str(problem) for problem in check_options(config))
     for part in ("--backend mlx", "--train_type lora", "--columns and --packing have", "--tokenizer has"):
         assert part in said
-    assert not check_options(make_config(recipe="latent_diffusion", train_type="full", hidden_size=64))
+    assert not list(check_options(make_config(recipe="latent_diffusion", train_type="full", hidden_size=64)))
 
 
 @pytest.mark.parametrize(("recipe", "backend"), [("sft", "mlx"), ("latent_diffusion", "mps")])

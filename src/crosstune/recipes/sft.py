@@ -17,7 +17,7 @@ from crosstune.config.load import cache_override
 from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.core.events import Evaluating, Observer, Observers
+from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.core.weights import averaged
 from crosstune.data.batches.epoch_order import Mixture
@@ -28,8 +28,6 @@ from crosstune.data.batches.token_batch import (
     add_noise,
     pack_rows,
     pad_rows,
-    split_packed,
-    split_rows,
 )
 from crosstune.data.named_datasets import BUNDLED, DUMMY
 from crosstune.data.open_data import DataOpener
@@ -50,7 +48,7 @@ from crosstune.data.render.built_in_templates import plain_template, read_templa
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.data.render.types import NO_LOSS
 from crosstune.data.tokens.corpus import Corpus
-from crosstune.data.tokens.encode import Encoder
+from crosstune.data.tokens.encode import Encoder, OnProgress
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.adapter_files import has_trained_template, replace_tokenizer, save_template
 from crosstune.models.folder import config_shape, longest_context, read_config_json
@@ -71,17 +69,30 @@ class Question:
 
 
 class TokenRecipe:
-    """The sizes and the order of tokenized rows, shared by the recipes that train language models."""
+    """The order, batches and sizes of tokenized rows, shared by the recipes that train language models."""
 
     weight_name = "supervised_tokens"
     config: Config
+    observer: Observer
     tokenizer: Tokenizer
+    data: Any
+    """The rows as read; `skipped` has the rows that cannot be read, as JSON text: file, line and reason."""
     corpus: Corpus
     """The tokenized conversations of training."""
     train: Any
     """The training examples: the corpus, or groups of its rows, such as pairs."""
+    held_out: Any = None
+    """The examples of an evaluation; None or empty if nothing is evaluated."""
     packed: PackedOrder | None = None
     mixture: Mixture | None = None
+
+    def batch(self, part: Any, rows: Sequence[Sequence[int]], **options: Any) -> Any:
+        """Return a micro-batch: in each row the examples of `part`, training or held out, at these indices."""
+        raise NotImplementedError
+
+    def identity_of(self, part: Any) -> str:
+        """Return a hash of the training or held-out examples."""
+        raise NotImplementedError
 
     def configure(self, config: Config) -> None:
         self.config = config
@@ -101,16 +112,30 @@ class TokenRecipe:
     def longest_target(self) -> int:
         return int(self.corpus.num_supervised.max()) if self.packed is None else self.longest_row()
 
-    def longest_places(self, size: int) -> list[int]:
-        """Return the indices of the longest examples, repeated if there are fewer than `size`."""
-        return np.resize(np.argsort(-self.lengths, kind="stable"), size).tolist()
+    def longest_batch(self, size: int) -> Any:
+        return self.batch(self.train, self.longest_rows(size))
 
-    def fullest_rows(self, size: int) -> list[list[int]]:
-        """Return the indices in the fullest packed rows, repeated if there are fewer than `size`."""
-        assert self.packed is not None
+    def longest_rows(self, size: int) -> list[list[int]]:
+        """Return the indices in the longest or fullest rows, repeated if there are fewer than `size`."""
+        if self.packed is None:
+            return [[place] for place in np.resize(np.argsort(-self.lengths, kind="stable"), size).tolist()]
         lengths, rows = self.packed.lengths, self.packed.rows(0, min(self.num_rows(), _ROWS_SEARCHED))
         fullest = sorted(rows, key=lambda row: -int(lengths[row].sum()))
         return [fullest[number % len(fullest)].tolist() for number in range(size)]
+
+    def micro_batches(self, step: int) -> list[Any]:
+        return list(self.batches(self.train, self._order().rows(step), size=self.config.batch_size))
+
+    def batches(
+        self, part: Any, rows: Sequence[Sequence[int]], *, size: int, **options: Any
+    ) -> Iterator[Any]:
+        for start in range(0, len(rows), size):
+            yield self.batch(part, rows[start : start + size], **options)
+
+    def held_out_batches(self, observer: Observer) -> Iterator[Any]:
+        """Yield the batches of an evaluation, and report its progress."""
+        rows, size = [[place] for place in range(len(self.held_out))], rows_per_evaluation(self.config)
+        return reporting(self.batches(self.held_out, rows, size=size), -(-len(rows) // size), observer)
 
     def num_steps(self) -> int:
         return self._order().num_steps()
@@ -129,6 +154,27 @@ class TokenRecipe:
         return RowOrder.from_config(
             self.config, num_examples=len(self.train), packed=self.packed, mixture=self.mixture
         )
+
+    def identity(self) -> str:
+        return self.identity_of(self.train)
+
+    def eval_identity(self) -> str | None:
+        return self.identity_of(self.held_out) if self.held_out and not self.config.skip_eval else None
+
+    def skipped_rows(self) -> Sequence[str]:
+        return self.data.skipped
+
+    def complete_result(self, folder: Path) -> None:
+        write_tokenizer(self.config, self.tokenizer, folder)
+
+    def show_tokenizing(self, source: str) -> OnProgress:
+        """Return a callback that reports the progress of a tokenization."""
+
+        def show(done: int, total: int, examples: int) -> None:
+            event = Tokenizing(source=source, done_bytes=done, total_bytes=total, examples=examples)
+            self.observer.on_event(event)
+
+        return show
 
     def describe_rows(self, *, form: str, identity: str, without_answer: int = 0) -> dict[str, Any]:
         """Return the part of the data report that all token recipes share."""
@@ -160,18 +206,17 @@ class SftRecipe(TokenRecipe):
         config: Config,
         *,
         model_folder: Path,
-        cache: Path | None = None,
         observer: Observer | None = None,
         cut_long: bool = False,
     ) -> None:
-        self.config = config
+        self.config, self.observer = config, observer or Observers()
         self.stops_at_long = cut_long and config.truncation == "error"
         self.tokenizer = open_tokenizer(config, model_folder)
         opener = DataOpener(
             config=config,
             tokenizer=self.tokenizer,
-            cache=cache if cache is not None else cache_override(),
-            observer=observer or Observers(),
+            cache=cache_override(),
+            observer=self.observer,
             model_limit=longest_context(model_folder),
             cut_long=cut_long,
         )
@@ -183,19 +228,13 @@ class SftRecipe(TokenRecipe):
             for one in (self.train, self.held_out)
             if one is not None
         )
-        self._check_pictures()
+        if config.image_pixels is not None and self.tokenizer.vision is None:
+            why = f"{self.tokenizer.why_no_pictures}."
+            raise UserError("--image_pixels has no effect.", why=why, do="remove it")
         self.questions = _questions(self.data.held_out_rows, self.tokenizer)
         if config.packing:
             self.packed = PackedOrder(
                 self.train.lengths(), capacity=self.train.limit, seed=config.seed, mixture=self.mixture
-            )
-
-    def _check_pictures(self) -> None:
-        """Raise for options that do not work with pictures, or without them."""
-        config = self.config
-        if config.image_pixels is not None and self.tokenizer.vision is None:
-            raise UserError(
-                "--image_pixels has no effect.", why=f"{self.tokenizer.why_no_pictures}.", do="remove it"
             )
 
     def most_patches(self) -> int:
@@ -209,12 +248,11 @@ class SftRecipe(TokenRecipe):
         rows = self.packed.rows(0, min(self.num_rows(), _ROWS_SEARCHED))
         return max(sum(patches.get(place, 0) for place in row.tolist()) for row in rows)
 
-    def longest_batch(self, size: int) -> TokenBatch:
-        pad_id = self.tokenizer.pad_id
-        if self.packed is None:
-            return pad_rows([self.train[place] for place in self.longest_places(size)], pad_id=pad_id)
-        rows = self.fullest_rows(size)
-        return pack_rows([[self.train[place] for place in row] for row in rows], pad_id=pad_id)
+    def batch(self, part: Corpus, rows: Sequence[Sequence[int]], **options: Any) -> Any:
+        examples, pad_id = [[part[place] for place in row] for row in rows], self.tokenizer.pad_id
+        if self.packed is not None and part is self.train:
+            return pack_rows(examples, pad_id=pad_id)
+        return pad_rows([one for [one] in examples], pad_id=pad_id)
 
     def task(self, engine: str) -> Task:
         if self.has_pictures and engine != "torch":
@@ -228,25 +266,15 @@ class SftRecipe(TokenRecipe):
         return getattr(module, kind)()
 
     def micro_batches(self, step: int) -> list[TokenBatch]:
-        batch_size, pad_id = self.config.batch_size, self.tokenizer.pad_id
-        rows = [[self.train[place] for place in row] for row in self._order().rows(step)]
-        if self.packed is not None:
-            batches = list(split_packed(rows, batch_size=batch_size, pad_id=pad_id))
-        else:
-            batches = list(split_rows([row[0] for row in rows], batch_size=batch_size, pad_id=pad_id))
-        alpha = self.config.neftune_alpha
+        batches, alpha = super().micro_batches(step), self.config.neftune_alpha
         return add_noise(batches, alpha=alpha, seed=self.config.seed, step=step) if alpha else batches
 
-    def identity(self) -> str:
+    def identity_of(self, part: Corpus) -> str:
         """Return a hash of the token ids and the number of supervised tokens: a copy of the file has the same."""
-        return _identity(self.train)
-
-    def skipped_rows(self) -> Sequence[str]:
-        """Return the rows that cannot be read, as JSON text: file, line and reason."""
-        return self.data.skipped
-
-    def eval_identity(self) -> str | None:
-        return _identity(self.held_out) if self.held_out is not None and not self.config.skip_eval else None
+        sha = hashlib.sha256(part.hashes().astype("<u8").tobytes())
+        for numbers in (part.num_supervised, part.lengths()):
+            sha.update(numbers.astype("<i8").tobytes())
+        return sha.hexdigest()
 
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
@@ -300,19 +328,13 @@ class SftRecipe(TokenRecipe):
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
         if self.held_out is None:
             return Evaluation(metrics={})
-        size = rows_per_evaluation(self.config)
-        num_batches = -(-len(self.held_out) // size)
         with averaged(session):  # answers and loss of the same weights
-            batches = self.evaluation_batches(self.held_out, size)
-            result = session.evaluate(reporting(batches, num_batches, observer))
+            result = session.evaluate(self.held_out_batches(observer))
             samples = self._answer(session, self.questions[: self.config.num_samples], observer)
         metrics = {"loss": result.loss, **result.metrics}
         if self.metric() != "exact_match" or not self.questions:
             metrics.pop("exact_match", None)
         return Evaluation(metrics=metrics, samples=samples)
-
-    def evaluation_batches(self, corpus: Corpus, size: int) -> Iterator[Any]:
-        return split_rows(list(corpus), batch_size=size, pad_id=self.tokenizer.pad_id)
 
     def complete_result(self, folder: Path) -> None:
         write_tokenizer(self.config, self.tokenizer, folder, has_turns=self.train.form not in ("text", DUMMY))
@@ -359,13 +381,6 @@ def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
     if config.dataset not in (*BUNDLED, DUMMY) and config.truncation == "error":
         left.append(f"whether every example fits the context and has tokens to learn: {NOT_TOKENIZED}")
     return left
-
-
-def _identity(corpus: Corpus) -> str:
-    sha = hashlib.sha256(corpus.hashes().astype("<u8").tobytes())
-    sha.update(corpus.num_supervised.astype("<i8").tobytes())
-    sha.update(corpus.lengths().astype("<i8").tobytes())
-    return sha.hexdigest()
 
 
 def write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, *, has_turns: bool = True) -> None:

@@ -13,7 +13,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Array, DividesPrompts, Metrics, Session
 from crosstune.core.sampling import Sampling
-from crosstune.data.batches.token_batch import Example, pad_rows
+from crosstune.data.batches.token_batch import Example, pad_rows, split_rows
 from crosstune.recipes.distill.recipe import DistillBatch, DistillRecipe
 
 
@@ -48,11 +48,8 @@ class OnPolicyRecipe(DistillRecipe):
         examples = [self._with_answer(one, answer) for one, answer in zip(asked, answers, strict=True)]
         self._metrics["completions/mean_length"] = float(np.mean([len(answer) for answer in answers]))
         self._metrics["time/generate_s"] = time.perf_counter() - started
-        size, pad_id = self.config.batch_size, self.tokenizer.pad_id
-        return [
-            DistillBatch(tokens=pad_rows(examples[start : start + size], pad_id=pad_id), ce_weight=0.0)
-            for start in range(0, len(examples), size)
-        ]
+        rows = split_rows(examples, batch_size=self.config.batch_size, pad_id=self.tokenizer.pad_id)
+        return [DistillBatch(tokens=tokens, ce_weight=0.0) for tokens in rows]
 
     def batch_metrics(self, step: int) -> Metrics:
         return self._metrics
@@ -71,7 +68,7 @@ class OnPolicyRecipe(DistillRecipe):
     def longest_target(self) -> int:
         return max(super().longest_target(), min(self.train.limit, self.config.max_new_tokens))
 
-    def longest_batch(self, size: int) -> DistillBatch:  # type: ignore[override]
+    def longest_batch(self, size: int) -> DistillBatch:
         longest = max(self.train, key=prompt_length)
         answer = np.full(self.config.max_new_tokens, self.tokenizer.pad_id, dtype=np.int32)
         own = self._with_answer(longest, answer)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from crosstune.core.errors import UserError, naming, raise_all
 from crosstune.core.events import Observer, Observers, Warned
 from crosstune.core.protocols import Array, Backward, Metrics, Session, Task
 from crosstune.data.batches.row_order import rows_per_evaluation
-from crosstune.data.batches.token_batch import TokenBatch, pack_rows, pad_rows
+from crosstune.data.batches.token_batch import TokenBatch
 from crosstune.data.tokens.corpus import Corpus
 from crosstune.files.run_record import read_log
 from crosstune.recipes.distill.losses import Objective
@@ -61,7 +61,7 @@ class DistillRecipe(SftRecipe):
     def __init__(self, config: Config, *, model_folder: Path, observer: Observer | None = None) -> None:
         raise_all(check_options(config))
         super().__init__(config, model_folder=model_folder, observer=observer)
-        self.objective, self.width = Objective.from_config(config), num_tokens(self.tokenizer)
+        self.objective = Objective.from_config(config, width=num_tokens(self.tokenizer))
         self.teacher = Teacher(config=config, student=model_folder, observer=observer or Observers())
         self._is_checked = False
         self._stored: dict[str, Floats] = {}
@@ -93,7 +93,7 @@ class DistillRecipe(SftRecipe):
 
     def task(self, engine: str) -> Task:
         module = importlib.import_module(f"crosstune.recipes.distill.{engine}_parts")
-        return module.DistillLM(self.objective, self.teacher, width=self.width)
+        return module.DistillLM(self.objective, self.teacher)
 
     def prepare_session(
         self, session: Session, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
@@ -128,10 +128,10 @@ class DistillRecipe(SftRecipe):
             earlier=earlier,
             identities={name: self._identify(part) for name, part in parts.items()},
             starts={name: self._starts[name] for name in parts},
-            columns=self.objective.num_columns(self.width),
+            columns=self.objective.num_columns,
             size=size,
             made=f"{plan.backend.name} {plan.precision} {size} {teacher}",
-            make_batch=lambda name, places: self._batch(parts[name], [[at] for at in places]),
+            make_batch=lambda name, places: self.batch(parts[name], [[at] for at in places]),
             compute=compute,
             role="teacher",
             writes=writes,
@@ -141,8 +141,8 @@ class DistillRecipe(SftRecipe):
 
     def _identify(self, part: Corpus) -> str:
         """Return a hash of everything except the teacher that determines the stored values."""
-        objective = f"{self.objective.top_k} {self.objective.temperature} {self.width}"
-        sha = hashlib.sha256(objective.encode())
+        given = self.objective
+        sha = hashlib.sha256(f"{given.top_k} {given.temperature} {given.width}".encode())
         for numbers in (part.hashes(), part.num_supervised, part.lengths()):
             sha.update(np.ascontiguousarray(numbers).astype("<u8").tobytes())
         return sha.hexdigest()
@@ -157,45 +157,25 @@ class DistillRecipe(SftRecipe):
             if part is not None
         }
 
-    def _batch(self, corpus: Corpus, rows: Sequence[Sequence[int]]) -> DistillBatch:
-        """Make a batch from rows of indices."""
-        examples, pad_id = [[corpus[place] for place in row] for row in rows], self.tokenizer.pad_id
-        packs = any(len(row) > 1 for row in rows)
-        tokens = (
-            pack_rows(examples, pad_id=pad_id)
-            if packs
-            else pad_rows([row[0] for row in examples], pad_id=pad_id)
-        )
-        name = "train" if corpus is self.train else "held_out"
+    def batch(self, part: Corpus, rows: Sequence[Sequence[int]], **options: Any) -> DistillBatch:
+        name = "train" if part is self.train else "held_out"
         stored = self._stored.get(name)
         if stored is not None:
             starts = self._starts[name]
             stored = np.concatenate([stored[starts[at] : starts[at + 1]] for row in rows for at in row])
+        tokens = super().batch(part, rows)
         return DistillBatch(tokens=tokens, ce_weight=self.config.ce_weight, teacher=stored)
 
-    def micro_batches(self, step: int) -> list[DistillBatch]:  # type: ignore[override]
-        rows, size = self._order().rows(step), self.config.batch_size
-        return [self._batch(self.train, rows[start : start + size]) for start in range(0, len(rows), size)]
-
-    def longest_batch(self, size: int) -> DistillBatch:  # type: ignore[override]
-        rows = (
-            self.fullest_rows(size) if self.packed is not None else [[at] for at in self.longest_places(size)]
-        )
-        batch = self._batch(self.train, rows)
+    def longest_batch(self, size: int) -> DistillBatch:
+        batch: DistillBatch = super().longest_batch(size)
         if not self.config.teacher_top_k or batch.teacher is not None:
             return batch
         # Any distributions of this size: the teacher is freed before the first step.
-        count, columns = self.objective.num_ids(self.width), self.objective.num_columns(self.width)
+        count, columns = self.objective.num_ids, self.objective.num_columns
         row = np.full(columns, -np.log(columns - count), dtype=np.float32)
         row[:count] = np.arange(count)
         teacher = np.tile(row, (batch.weight, 1))
-        return DistillBatch(tokens=batch.tokens, ce_weight=batch.ce_weight, teacher=teacher)
-
-    def evaluation_batches(self, corpus: Corpus, size: int) -> Any:
-        starts = range(0, len(corpus), size)
-        return (
-            self._batch(corpus, [[at] for at in range(len(corpus))[start : start + size]]) for start in starts
-        )
+        return replace(batch, teacher=teacher)
 
     def describe(self) -> Mapping[str, Any]:
         described, teacher = dict(super().describe()), self.teacher
@@ -220,37 +200,31 @@ class DistillRecipe(SftRecipe):
         return {} if self.teacher.is_student else self._verdicts.observe_evaluation(evaluations)
 
 
-def check_options(config: Config) -> list[UserError]:
-    """Return a problem for each option that the recipe does not support."""
-    problems = []
+def check_options(config: Config) -> Iterator[UserError]:
+    """Yield a problem for each option that the recipe does not support."""
     if not config.teacher:
-        problems.append(
-            UserError(
-                "--recipe distill needs a --teacher.",
-                do="name a larger model with the same tokenizer: a folder, a bundled name or a hub id",
-            )
+        yield UserError(
+            "--recipe distill needs a --teacher.",
+            do="name a larger model with the same tokenizer: a folder, a bundled name or a hub id",
         )
     elif config.teacher.startswith(("http://", "https://", "server:")):
-        problems.append(
-            UserError(
-                f"The teacher {config.teacher} is a server.",
-                why="servers of the OpenAI protocol give a few log probabilities of tokens that they generate, and not the "
-                "distributions for the tokens of the data.",
-                do="give the teacher's folder or hub id; with --teacher_top_k it computes once and is freed",
-            )
+        yield UserError(
+            f"The teacher {config.teacher} is a server.",
+            why="servers of the OpenAI protocol give a few log probabilities of tokens that they generate, and not the "
+            "distributions for the tokens of the data.",
+            do="give the teacher's folder or hub id; with --teacher_top_k it computes once and is freed",
         )
-    if config.teacher_top_k and config.on_policy_share:
-        problems.append(
-            UserError(
-                "--teacher_top_k cannot be combined with --on_policy_share.",
-                why="the student's own answers are not known before the first step, so the teacher must stay.",
-                do="remove one of the two",
-            )
+    if not config.on_policy_share:
+        return
+    if config.teacher_top_k:
+        yield UserError(
+            "--teacher_top_k cannot be combined with --on_policy_share.",
+            why="the student's own answers are not known before the first step, so the teacher must stay.",
+            do="remove one of the two",
         )
     for option, why in (
         ("packing", "the lengths of the student's answers are not known before they are written."),
         ("train_on_prompt", "prompts are in the data, and the student writes answers only."),
     ):
-        if config.on_policy_share and getattr(config, option):
-            problems.append(UserError(f"--on_policy_share cannot be combined with --{option}.", why=why))
-    return problems
+        if getattr(config, option):
+            yield UserError(f"--on_policy_share cannot be combined with --{option}.", why=why)

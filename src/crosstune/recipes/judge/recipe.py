@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
+from crosstune.core.events import Evaluating, Observer, Observers
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.core.weights import averaged
 from crosstune.data.batches.epoch_order import Mixture
@@ -28,7 +28,7 @@ from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
 from crosstune.recipes.judge.rewards import PairCorpus, encode_pairs
 from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, training_messages
 from crosstune.recipes.preference.data_report import BALANCE, MAX_MEASURED, length_bias
-from crosstune.recipes.sft import TokenRecipe, open_tokenizer, write_tokenizer
+from crosstune.recipes.sft import TokenRecipe, open_tokenizer
 
 
 class JudgeRecipe(TokenRecipe):
@@ -64,18 +64,12 @@ class JudgeRecipe(TokenRecipe):
 
     def _encoding(self, name: str) -> dict[str, Any]:
         """Return the options of a tokenization."""
-
-        def show(done: int, total: int, examples: int) -> None:
-            self.observer.on_event(
-                Tokenizing(source=name, done_bytes=done, total_bytes=total, examples=examples)
-            )
-
         return {
             "tokenizer": self.tokenizer,
             "config": self.config,
             "name": f"the {name} items of {self.config.dataset}",
             "model_limit": self._limit,
-            "progress": show,
+            "progress": self.show_tokenizing(name),
         }
 
     def _balance(self) -> None:
@@ -89,26 +83,15 @@ class JudgeRecipe(TokenRecipe):
     def task(self, engine: str) -> Task:
         return judge_task(self.config.head, engine)
 
-    def longest_batch(self, size: int) -> Any:
-        return next(self._batches(self.train, self.longest_places(size), size=size))
-
-    def micro_batches(self, step: int) -> list[Any]:
-        places = [row[0] for row in self._order().rows(step)]
-        return list(self._batches(self.train, places, size=self.config.batch_size))
-
-    def _batches(self, corpus: Any, places: Sequence[int], *, size: int) -> Iterator[Any]:
-        pad_id, by_rows = self.tokenizer.pad_id, self.config.head == "scalar"
-        for start in range(0, len(places), size):
-            yield corpus.batch(places[start : start + size], pad_id=pad_id, by_rows=by_rows)
+    def batch(self, part: Any, rows: Sequence[Sequence[int]], **options: Any) -> Any:
+        by_rows = self.config.head == "scalar"
+        return part.batch([place for [place] in rows], pad_id=self.tokenizer.pad_id, by_rows=by_rows)
 
     def identity(self) -> str:
         return hashlib.sha256(f"{self.config.head} {self.train.identity()}".encode()).hexdigest()
 
-    def eval_identity(self) -> str | None:
-        return self.held_out.identity() if self.held_out is not None else None
-
-    def skipped_rows(self) -> Sequence[str]:
-        return self.data.skipped
+    def identity_of(self, part: ItemCorpus | PairCorpus) -> str:
+        return part.identity()
 
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
@@ -140,7 +123,6 @@ class JudgeRecipe(TokenRecipe):
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
         if self.held_out is None:
             return Evaluation(metrics={})
-        places, size = range(len(self.held_out)), rows_per_evaluation(self.config)
         judge = self.judge(session)
 
         def show(done: int, total: int) -> None:
@@ -148,7 +130,7 @@ class JudgeRecipe(TokenRecipe):
 
         items = list(self.held_out.items)
         with averaged(session):  # verdicts and loss of the same weights
-            result = session.evaluate(self._batches(self.held_out, places, size=size))
+            result = session.evaluate(self.held_out_batches(observer))
             verdicts = judge.judge(items, progress=show)
             samples = self._samples(judge, items[: self.config.num_samples])
         report = evaluate_items(items, verdicts, scale=self.verdict.scale, intervals=False)
@@ -186,7 +168,7 @@ class JudgeRecipe(TokenRecipe):
 
     def complete_result(self, folder: Path) -> None:
         """Write the tokenizer and the judge's settings into the folder of the weights."""
-        write_tokenizer(self.config, self.tokenizer, folder)
+        super().complete_result(folder)
         self.settings().write(folder)
 
 

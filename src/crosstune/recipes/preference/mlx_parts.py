@@ -12,28 +12,13 @@ import numpy as np
 from crosstune.core.protocols import Array
 from crosstune.data.batches.forked import ForkedBatch, separate_rows, split_forks
 from crosstune.data.batches.token_batch import TokenBatch
+from crosstune.mlx_engine import array_functions
 from crosstune.mlx_engine.forks import can_share_prompts, run_branches
 from crosstune.mlx_engine.task import Arrays, MetricSums
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM, CausalLoss
 from crosstune.mlx_engine.tasks.token_losses import TokenLoss, Weights
 from crosstune.recipes.preference.batch import OTHER, PreferenceBatch
 from crosstune.recipes.preference.losses import PreferenceLoss, loss_and_metrics, metric_names
-
-
-class MlxFunctions:
-    @staticmethod
-    def log_sigmoid(x: mx.array) -> mx.array:
-        return nn.log_sigmoid(x)
-
-    @staticmethod
-    def log1mexp(x: mx.array) -> mx.array:
-        return mx.log(-mx.expm1(x))
-
-    exp = staticmethod(mx.exp)
-
-    @staticmethod
-    def relu(x: mx.array) -> mx.array:
-        return mx.maximum(x, 0)
 
 
 class ForkedLM(CausalLM):
@@ -169,7 +154,7 @@ class AnswerLoss(ReferenceLoss):
             reference = mx.zeros_like(log_probs)
         total, sums = loss_and_metrics(
             self.preference,
-            MlxFunctions(),
+            array_functions,
             arrays,
             log_probs=log_probs,
             reference=reference,

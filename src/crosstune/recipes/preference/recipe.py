@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from crosstune.config.conditions import is_precomputed
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.events import Observer, Observers, Tokenizing
+from crosstune.core.events import Observer, Observers
 from crosstune.core.intervals import wilson
 from crosstune.core.protocols import Backward, Evaluation, Generates, Metrics, Sample, Session, Task
 from crosstune.core.weights import averaged
@@ -35,7 +35,7 @@ from crosstune.recipes.preference.losses import ACCURACY, ANSWER_LENGTH, check_o
 from crosstune.recipes.preference.open_pairs import PreferenceCorpus, open_preferences, tokenize
 from crosstune.recipes.preference.reference import complete_reference, model_identity
 from crosstune.recipes.preference.verdicts import Verdicts, reach_of
-from crosstune.recipes.sft import TokenRecipe, open_tokenizer, reporting, write_tokenizer
+from crosstune.recipes.sft import TokenRecipe, open_tokenizer
 
 
 class PreferenceRecipe(TokenRecipe):
@@ -69,18 +69,13 @@ class PreferenceRecipe(TokenRecipe):
             self.packed = PackedOrder(self.lengths, capacity=capacity, seed=config.seed)
 
     def _tokenize(self, found: Sequence[Any], name: str) -> PreferenceCorpus:
-        def show(done: int, total: int, examples: int) -> None:
-            self.observer.on_event(
-                Tokenizing(source=name, done_bytes=done, total_bytes=total, examples=examples)
-            )
-
         return tokenize(
             found,
             self.tokenizer,
             config=self.config,
             name=f"{self.config.dataset} ({name} answers)",
             model_limit=self._limit,
-            progress=show,
+            progress=self.show_tokenizing(name),
         )
 
     def task(self, engine: str) -> Task:
@@ -115,12 +110,12 @@ class PreferenceRecipe(TokenRecipe):
         self._reference = complete_reference(
             folder=folder,
             earlier=earlier,
-            identities={name: f"{_identity(part)} {model}" for name, part in parts.items()},
+            identities={name: f"{self.identity_of(part)} {model}" for name, part in parts.items()},
             starts={name: np.arange(len(part) + 1) for name, part in parts.items()},
             columns=2,
             size=size,
             made=f"{session.plan.backend.name} {record['precision']} {size} {self.config.share_prompts}",
-            make_batch=lambda name, places: self._batch(parts[name], [[at] for at in places]),
+            make_batch=lambda name, places: self.batch(parts[name], [[at] for at in places]),
             compute=compute,
             role="reference",
             writes=writes,
@@ -164,46 +159,34 @@ class PreferenceRecipe(TokenRecipe):
             return self.longest_row()
         return int(self.corpus.num_supervised.max()) * (2 if self.loss.is_paired else 1)
 
-    def longest_batch(self, size: int) -> PreferenceBatch:
-        if self.packed is not None:
-            return self._batch(self.train, self.fullest_rows(size))
-        return self._batch(self.train, [[place] for place in self.longest_places(size)])
-
     def rows(self, step: int) -> list[int]:
         return [place for row in self._order().rows(step) for place in row]
 
-    def micro_batches(self, step: int) -> list[PreferenceBatch]:
-        rows, size = self._order().rows(step), self.config.batch_size
-        mean = _mean_chosen(self.train, rows)
-        return [
-            self._batch(self.train, rows[start : start + size], mean_chosen=mean)
-            for start in range(0, len(rows), size)
-        ]
+    def batches(
+        self, part: PreferenceCorpus, rows: Sequence[Sequence[int]], *, size: int, **options: Any
+    ) -> Iterator[PreferenceBatch]:
+        return super().batches(part, rows, size=size, mean_chosen=_mean_chosen(part, rows))
 
-    def _batch(
-        self,
-        corpus: PreferenceCorpus,
-        rows: Sequence[Sequence[int]],
-        *,
-        mean_chosen: float | None = None,
+    def batch(
+        self, part: PreferenceCorpus, rows: Sequence[Sequence[int]], *, mean_chosen: float | None = None
     ) -> PreferenceBatch:
         """Make a batch from rows of indices. `mean_chosen`: for the whole step, if this is a part of it."""
         return make_batch(
-            [[corpus[place] for place in row] for row in rows],
+            [[part[place] for place in row] for row in rows],
             pad_id=self.tokenizer.pad_id,
             shares_prompts=self.config.share_prompts and self.loss.is_paired,
-            mean_chosen=mean_chosen if mean_chosen is not None else _mean_chosen(corpus, rows),
-            reference=self._reference.get("train" if corpus is self.train else "held_out"),
+            mean_chosen=mean_chosen if mean_chosen is not None else _mean_chosen(part, rows),
+            reference=self._reference.get("train" if part is self.train else "held_out"),
         )
 
-    def identity(self) -> str:
-        return _identity(self.train)
-
-    def eval_identity(self) -> str | None:
-        return _identity(self.held_out) if self.held_out is not None and not self.config.skip_eval else None
-
-    def skipped_rows(self) -> Sequence[str]:
-        return self.data.skipped
+    def identity_of(self, part: PreferenceCorpus) -> str:
+        """Return a hash of the tokens, their masks and the labels."""
+        corpus = part.corpus
+        sha = hashlib.sha256(corpus.hashes().astype("<u8").tobytes())
+        for numbers in (corpus.num_supervised, corpus.lengths(), part.first):
+            sha.update(numbers.astype("<i8").tobytes())
+        sha.update(repr([one.is_desirable for one in part.preferences]).encode())
+        return sha.hexdigest()
 
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
@@ -240,24 +223,15 @@ class PreferenceRecipe(TokenRecipe):
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
         if self.held_out is None:
             return Evaluation(metrics={})
-        size, held_out = rows_per_evaluation(self.config), self.held_out
-        starts = range(0, len(held_out), size)
-        mean = _mean_chosen(held_out, [range(len(held_out))])
-        batches = (
-            self._batch(
-                held_out, [[place] for place in range(len(held_out))[at : at + size]], mean_chosen=mean
-            )
-            for at in starts
-        )
         with averaged(session):
-            result = session.evaluate(reporting(batches, len(starts), observer))
+            result = session.evaluate(self.held_out_batches(observer))
             samples, lengths = self._answer(session)
         accuracy = result.metrics[ACCURACY]
         return Evaluation(
             metrics={"loss": result.loss, **result.metrics}
             | ({ANSWER_LENGTH: float(np.mean(lengths))} if lengths else {}),
             samples=samples,
-            intervals={ACCURACY: wilson(accuracy, len(held_out))} if math.isfinite(accuracy) else {},
+            intervals={ACCURACY: wilson(accuracy, len(self.held_out))} if math.isfinite(accuracy) else {},
         )
 
     @cached_property
@@ -299,19 +273,6 @@ class PreferenceRecipe(TokenRecipe):
             for one, answer in zip(chosen, answers, strict=True)
         ], [len(answer) for answer in answers]
 
-    def complete_result(self, folder: Path) -> None:
-        write_tokenizer(self.config, self.tokenizer, folder)
-
 
 def _mean_chosen(corpus: PreferenceCorpus, rows: Sequence[Sequence[int]]) -> float:
     return float(np.mean([corpus[place].lengths[0] for row in rows for place in row]))
-
-
-def _identity(data: PreferenceCorpus) -> str:
-    """Return a hash of the tokens, their masks and the labels."""
-    corpus = data.corpus
-    sha = hashlib.sha256(corpus.hashes().astype("<u8").tobytes())
-    for numbers in (corpus.num_supervised, corpus.lengths(), data.first):
-        sha.update(numbers.astype("<i8").tobytes())
-    sha.update(repr([one.is_desirable for one in data.preferences]).encode())
-    return sha.hexdigest()

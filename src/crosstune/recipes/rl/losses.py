@@ -1,4 +1,4 @@
-"""Losses of reinforcement learning as functions of log probabilities, for arrays of numpy, torch and MLX.
+"""Losses of reinforcement learning as functions of log probabilities, for arrays of torch and MLX.
 
 Formulas: GRPO arXiv:2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, BNPO 2506.02864, GSPO 2507.18071, RLOO 2402.14740. The
 weights of the generator's mismatch are truncated importance ratios (2512.01374).
@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,23 +27,6 @@ WHOLE_ANSWERS = ("gspo", "rloo")
 UNSCALED = ("dr_grpo", "rloo", "reinforce")
 """Losses whose advantages are not divided by a standard deviation by default."""
 _BETAS, _EPSILONS = {"rloo": 0.05}, {"gspo": (3e-4, 4e-4)}
-
-
-class Functions(Protocol):
-    """Functions of an array library."""
-
-    def exp(self, x: Any) -> Any: ...
-
-    def minimum(self, x: Any, y: Any) -> Any: ...
-
-    def clip(self, x: Any, low: float, high: float) -> Any: ...
-
-    def detach(self, x: Any) -> Any: ...
-
-    def abs(self, x: Any) -> Any: ...
-
-    def sum_by(self, values: Any, numbers: Any, like: Any) -> Any:
-        """Return the sum of the values with each number, in an array shaped like `like`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +122,7 @@ Sums = dict[str, tuple[Any, Any]]
 
 def loss_and_metrics(
     loss: RlLoss,
-    f: Functions,
+    f: ModuleType,
     arrays: Mapping[str, Any],
     *,
     log_probs: Any,
@@ -146,7 +130,7 @@ def loss_and_metrics(
     answers: Any,
     counted: Any,
 ) -> tuple[Any, Sums]:
-    """Return the summed loss of a micro-batch and the sums of its metrics.
+    """Return the summed loss of a micro-batch and the sums of its metrics. `f`: the `array_functions` of an engine.
 
     The values of tokens are vectors over all answers: `log_probs` in the training pass, `answers` with the number of the answer,
     `counted` with 0 for padding. The arrays: for tokens, `sampler`, and where they exist `old` and `reference`; for answers,
@@ -188,7 +172,7 @@ def loss_and_metrics(
         kl = (f.exp(distance) - distance - 1) * (ratio[answers] if whole else ratio)
         sums["kl"] = (f.detach(kl * kept).sum(), num_tokens)
         terms = terms + loss.beta * kl
-    difference = f.abs(f.detach(mismatch))
+    difference = f.absolute(f.detach(mismatch))
     sums["sampling/sampling_logp_difference/mean"] = (difference.sum(), num_tokens)
     sums["sampling/sampling_logp_difference/max"] = (difference.max(), num_tokens)
     scale = f.detach(f.exp(mismatch)) * kept
@@ -204,7 +188,9 @@ def loss_and_metrics(
     return (by_answer / (loss.longest if loss.name == "dr_grpo" else divisor)).sum(), sums
 
 
-def _correction(loss: RlLoss, f: Functions, mismatch: Any, answers: Any, lengths: Any, *, whole: bool) -> Any:
+def _correction(
+    loss: RlLoss, f: ModuleType, mismatch: Any, answers: Any, lengths: Any, *, whole: bool
+) -> Any:
     """Return the capped importance ratios of the training pass to the generator, without a gradient: for each answer if the terms
     of the loss are `whole` answers, otherwise for each token."""
     if loss.correction == "none":

@@ -9,24 +9,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from crosstune.core.protocols import Array
+from crosstune.mlx_engine import array_functions
 from crosstune.mlx_engine.task import Arrays, MetricSums
 from crosstune.mlx_engine.tasks.causal_lm import CausalLoss
 from crosstune.mlx_engine.tasks.token_losses import Weights
 from crosstune.recipes.preference.mlx_parts import ForkedLM, ReferenceLoss, detached
 from crosstune.recipes.rl.batch import RolloutBatch
 from crosstune.recipes.rl.losses import RlLoss, loss_and_metrics, metric_names
-
-
-class MlxFunctions:
-    exp = staticmethod(mx.exp)
-    minimum = staticmethod(mx.minimum)
-    abs = staticmethod(mx.abs)
-    clip = staticmethod(mx.clip)
-    detach = staticmethod(mx.stop_gradient)
-
-    @staticmethod
-    def sum_by(values: mx.array, numbers: mx.array, like: mx.array) -> mx.array:
-        return mx.zeros(like.shape, dtype=values.dtype).at[numbers].add(values)
 
 
 class RlLM(ForkedLM):
@@ -78,7 +67,7 @@ class AnswerTokensLoss(ReferenceLoss):
         log_probs, entropies = self.token_log_probs(arrays, weights, temperature=self.rl.temperature)
         total, sums = loss_and_metrics(
             self.rl,
-            MlxFunctions(),
+            array_functions,
             arrays,
             log_probs=log_probs,
             entropies=entropies,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crosstune.config.load import cache_override
 from crosstune.config.schema import Config
@@ -31,7 +32,7 @@ from crosstune.core.protocols import (
 from crosstune.core.rewards import Rewards
 from crosstune.core.weights import averaged
 from crosstune.data.batches.row_order import RowOrder
-from crosstune.data.batches.token_batch import Example, TokenBatch, pad_rows
+from crosstune.data.batches.token_batch import Example, TokenBatch, split_rows
 from crosstune.data.prompt_rows import prompt_key
 from crosstune.data.read.in_memory import name_in_memory
 from crosstune.models.folder import longest_context
@@ -43,7 +44,7 @@ from crosstune.recipes.rl.rewards.judged import FindJudge
 from crosstune.recipes.rl.rewards.open_rewards import open_rewards
 from crosstune.recipes.rl.rollouts import Generator, Rollouts, measure
 from crosstune.recipes.rl.verdicts import Verdicts, mean_name
-from crosstune.recipes.sft import open_tokenizer, write_tokenizer
+from crosstune.recipes.sft import TokenRecipe, open_tokenizer
 
 _REWARDS = "rewards"
 """The hash of the rewards among the carried arrays."""
@@ -51,7 +52,7 @@ REFERENCES = ("answer", "solution", "reference", "ground_truth", "target")
 """Columns that are shown next to the answers of an evaluation."""
 
 
-class RlRecipe:
+class RlRecipe(TokenRecipe):
     """The prompts of one run, the answers to them, and their evaluation."""
 
     def __init__(
@@ -80,7 +81,7 @@ class RlRecipe:
         self._rollouts: Rollouts | None = None
 
     def configure(self, config: Config) -> None:
-        self.config = config
+        super().configure(config)
         self.loss = RlLoss.from_config(config)
 
     def task(self, engine: str) -> Task:
@@ -235,15 +236,11 @@ class RlRecipe:
 
     def micro_batches(self, step: int) -> list[TokenBatch]:
         """Return the prompts of a step as text to predict, to compare a model before and after a move."""
-        size = self.config.batch_size
-        places = self.rows(step)
         examples = [
-            self.example(place, supervised=np.arange(len(self.train[place].tokens)) > 0) for place in places
+            self.example(place, supervised=np.arange(len(self.train[place].tokens)) > 0)
+            for place in self.rows(step)
         ]
-        pad_id = self.tokenizer.pad_id
-        return [
-            pad_rows(examples[start : start + size], pad_id=pad_id) for start in range(0, len(examples), size)
-        ]
+        return list(split_rows(examples, batch_size=self.config.batch_size, pad_id=self.tokenizer.pad_id))
 
     def example(self, place: int, *, supervised: Array | None = None) -> Example:
         """Return a prompt as an example, without supervised tokens unless given."""
@@ -276,35 +273,25 @@ class RlRecipe:
         following = self.rows(step) if step < self.num_steps() else []
         return self._order().position(-(-step // self.config.num_iterations)) | {"next_examples": following}
 
-    def identity(self) -> str:
-        return identity_of(self.train)
+    def identity_of(self, part: Sequence[Prompt]) -> str:
+        return identity_of(part)
 
-    def eval_identity(self) -> str | None:
-        return identity_of(self.held_out) if self.held_out and not self.config.skip_eval else None
-
-    def skipped_rows(self) -> Sequence[str]:
-        return self.data.skipped
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each prompt."""
+        return np.array([len(one.tokens) for one in self.train])
 
     def longest_row(self) -> int:
         """Return the tokens of the longest prompt with all of its answers at their maximum length."""
-        return self._longest_prompt + self.config.num_generations * self.config.max_new_tokens
-
-    @cached_property
-    def _longest_prompt(self) -> int:
-        return max(len(one.tokens) for one in self.train)
-
-    def num_rows(self) -> int:
-        return len(self.train)
+        return int(self.lengths.max()) + self.longest_target()
 
     def longest_target(self) -> int:
         return self.config.num_generations * self.config.max_new_tokens
 
     def tokens_per_row(self) -> float:
-        mean = float(np.mean([len(one.tokens) for one in self.train]))
-        return mean + self.longest_target()
+        return float(self.lengths.mean()) + self.longest_target()
 
     def longest_batch(self, size: int) -> RolloutBatch:
-        longest = np.argsort([-len(one.tokens) for one in self.train], kind="stable")
         num, count = self.config.num_generations, self.config.max_new_tokens
         zeros = np.zeros(count, dtype=np.float32)
         values: dict[str, Any] = {"old": zeros} if self.config.num_iterations > 1 else {}
@@ -312,11 +299,11 @@ class RlRecipe:
         made = Rollout(
             prompt=0, tokens=[self.tokenizer.pad_id] * count, sampler=zeros, stopped=True, **values
         )
-        return self._batch([[replace(made, prompt=int(place))] * num for place in np.resize(longest, size)])
+        return self._batch([[replace(made, prompt=place)] * num for [place] in self.longest_rows(size)])
 
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
-        lengths, config, data = [len(one.tokens) for one in self.train], self.config, self.data
+        lengths, config, data = self.lengths, self.config, self.data
         num_kept = len(self.train) + len(self.held_out) + data.num_too_long + len(data.skipped)
         columns = sorted(columns_of(self.train[:1000]))
         warnings = []
@@ -335,7 +322,7 @@ class RlRecipe:
             "context_length": config.context_length,
             "num_steps": self.num_steps(),
             "train": {
-                "examples": len(self.train), "tokens": sum(lengths), "supervised_tokens": 0, "longest": max(lengths),
+                "examples": len(self.train), "tokens": int(lengths.sum()), "supervised_tokens": 0, "longest": int(lengths.max()),
                 "rows": data.num_rows, "bad_rows": len(data.skipped), "dropped_examples": data.num_too_long,
                 "duplicates": len(self.train) - len({prompt_key(one) for one in self.train}),
                 **{f"length_p{share}": int(np.percentile(lengths, share, method="higher")) for share in (50, 90, 99)},
@@ -399,9 +386,6 @@ class RlRecipe:
     def judge_evaluation(self, evaluations: Mapping[int, Metrics]) -> Mapping[str, str]:
         return self._verdicts.observe_evaluation(evaluations, num=len(self.held_out))
 
-    def complete_result(self, folder: Path) -> None:
-        write_tokenizer(self.config, self.tokenizer, folder)
-
 
 def weight_name(loss: RlLoss) -> str:
     """Return the unit of the weight of a micro-batch."""
@@ -416,28 +400,21 @@ def _reference(prompt: Prompt) -> str:
     )
 
 
-def check_options(config: Config) -> list[UserError]:
-    """Return a problem for each option that the recipe does not support."""
-    problems = []
+def check_options(config: Config) -> Iterator[UserError]:
+    """Yield a problem for each option that the recipe does not support."""
     if config.num_generations < 2:
-        problems.append(
-            UserError(
-                "--num_generations 1 cannot be used.",
-                why="an answer is compared with the other answers to its prompt.",
-                do="use 2 or more; 8 is usual",
-            )
+        yield UserError(
+            "--num_generations 1 cannot be used.",
+            why="an answer is compared with the other answers to its prompt.",
+            do="use 2 or more; 8 is usual",
         )
     if config.rl_loss == "reinforce" and config.num_iterations > 1:
-        problems.append(
-            UserError(
-                "--num_iterations does not work with --rl_loss reinforce.",
-                why="it has no probability ratio, so its second step on the same answers would be wrong.",
-                do="use --rl_loss grpo, or one step",
-            )
+        yield UserError(
+            "--num_iterations does not work with --rl_loss reinforce.",
+            why="it has no probability ratio, so its second step on the same answers would be wrong.",
+            do="use --rl_loss grpo, or one step",
         )
     for name in ("packing", "train_on_prompt"):
         if getattr(config, name):
-            problems.append(
-                UserError(f"--{name} does not work with --recipe rl.", why="its rows are generated answers.")
-            )
-    return problems
+            why = "its rows are generated answers."
+            yield UserError(f"--{name} does not work with --recipe rl.", why=why)
