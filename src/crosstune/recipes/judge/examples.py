@@ -72,9 +72,6 @@ def encode_prompts(
         [{"messages": [*prompt_messages(item, verdict), any_verdict]} for item in items],
         tokenizer,
         name="the items to judge",
-        context_length=2**24,
-        truncation="error",
-        model_limit=None,
     )
     prompts = []
     for example in corpus:
@@ -112,9 +109,6 @@ def encode_answers(items: Sequence[Item], *, tokenizer: Tokenizer) -> list[list[
             [rows[place] for place in others],
             tokenizer,
             name="the answers to judge",
-            context_length=2**24,
-            truncation="error",
-            model_limit=None,
         )
         found |= dict(zip(others, corpus, strict=True))
     return [
@@ -155,12 +149,21 @@ def _corpus(
     tokenizer: Tokenizer,
     *,
     name: str,
-    progress: Any = None,
+    context_length: int = 2**24,
+    truncation: str = "error",
+    model_limit: int | None = None,
     **options: Any,
 ) -> Corpus:
-    source = Source(name=name, parts=(RowsPart(name=name, loaded=list(rows)),), form="messages")
     return open_corpus(
-        source, tokenizer, asked_format="messages", whole=False, progress=progress, ways=("drop",), **options
+        Source(name=name, parts=(RowsPart(name=name, loaded=list(rows)),), form="messages"),
+        tokenizer,
+        asked_format="messages",
+        whole=False,
+        context_length=context_length,
+        truncation=truncation,
+        model_limit=model_limit,
+        ways=("drop",),
+        **options,
     )
 
 

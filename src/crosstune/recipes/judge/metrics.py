@@ -164,8 +164,6 @@ def expected_calibration_error(confidence: ArrayLike, correct: ArrayLike) -> flo
 
 def fit_temperature(log_probs: Floats, targets: Floats) -> float:
     """Return the temperature with the lowest cross entropy to `targets`, distributions over the labels."""
-    if not len(log_probs):
-        return 1.0
     losses = [-(targets * log_softmax(log_probs / t)).sum(axis=1).mean() for t in _TEMPERATURES]
     return float(_TEMPERATURES[int(np.argmin(losses))])
 

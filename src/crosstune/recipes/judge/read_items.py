@@ -207,10 +207,7 @@ class ItemReader:
     def _score(self, fields: Mapping[str, Any], scale: Scale) -> float | None:
         if (value := self._label(fields, "score")) is None:
             return None
-        try:
-            score = math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
-        except (TypeError, ValueError):
-            score = math.nan
+        score = _number(value)
         if not math.isfinite(score):
             raise UserError(f"The score is not a number: {shown(value)}.")
         _check_scale(score, scale)
@@ -282,13 +279,18 @@ def _turns_text(turns: Sequence[Mapping[str, Any]]) -> str:
 
 def _margin(fields: Mapping[str, Any]) -> float:
     value = fields.get("margin", 0.0)
-    try:
-        margin = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        margin = math.nan
+    margin = _number(value)
     if not math.isfinite(margin):
         raise UserError(f"The margin is not a number: {shown(value)}.", do="correct it, or rename the column")
     return margin
+
+
+def _number(value: Any) -> float:
+    """Return a value as a number; NaN if it is not one."""
+    try:
+        return math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _check_scale(score: float, scale: Scale, *, out_of: float | None = None) -> None:
