@@ -73,9 +73,16 @@ class RlLoss:
     def has_kl_reward(self) -> bool:
         return self.beta != 0 and self.name == "rloo"
 
+    @property
+    def unit(self) -> str:
+        """The unit of the weight of a micro-batch."""
+        if self.name in BY_TOKENS:
+            return "answer_tokens"
+        return "micro_batches" if self.name == "bnpo" else "answers"
+
     def weight(self, num_answers: int, num_tokens: int) -> int:
         """Return the number of terms of a micro-batch, with this number of tokens in the loss."""
-        return num_tokens if self.name in BY_TOKENS else 1 if self.name == "bnpo" else num_answers
+        return {"answer_tokens": num_tokens, "micro_batches": 1, "answers": num_answers}[self.unit]
 
 
 def advantages(rewards: Floats, *, name: str, scale: str) -> Floats:

@@ -37,7 +37,7 @@ from crosstune.data.prompt_rows import prompt_key
 from crosstune.data.read.in_memory import name_in_memory
 from crosstune.models.folder import longest_context
 from crosstune.recipes.rl.batch import Rollout, RolloutBatch, make_batch
-from crosstune.recipes.rl.losses import BY_TOKENS, Floats, RlLoss, advantages, log_ratios
+from crosstune.recipes.rl.losses import Floats, RlLoss, advantages, log_ratios
 from crosstune.recipes.rl.read_prompts import Prompt, columns_of, identity_of, read_prompts, tokenize
 from crosstune.recipes.rl.rewards.check_rewards import check_columns
 from crosstune.recipes.rl.rewards.judged import FindJudge
@@ -69,7 +69,7 @@ class RlRecipe(TokenRecipe):
         self.config, self.observer, self.open_judge = config, observer or Observers(), open_judge
         raise_all(check_options(config))
         self.loss = RlLoss.from_config(config)
-        self.weight_name = weight_name(self.loss)
+        self.weight_name = self.loss.unit
         self.tokenizer = open_tokenizer(config, model_folder)
         limit = longest_context(model_folder)
         data = read_prompts(config)
@@ -114,18 +114,13 @@ class RlRecipe(TokenRecipe):
         number = step // self.config.num_iterations
         if self._rollouts is None or self._rollouts.number != number:
             self._rollouts = self._generate(session, number)
-        return self._batches(self._rollouts)
+        return self._scored_batches(self._rollouts)
 
     def _generate(self, session: Any, number: int) -> Rollouts:
         """Return the answers of a generation, with their log probabilities before the first step on them."""
         config = self.config
-        found = self._generator(session).generate(
-            self.train,
-            [place for row in self._order().rows(number) for place in row],
-            number=number,
-            num=config.num_generations,
-            replacements=config.dynamic_sampling,
-        )
+        places = [place for row in self._order().rows(number) for place in row]
+        found = self._generator(session, self.train).generate(places, number=number)
         if config.num_iterations > 1 or self.loss.has_kl_reward:
             found = self._with_log_probs(session, found, "old")
         if self.loss.beta:
@@ -134,7 +129,7 @@ class RlRecipe(TokenRecipe):
 
     def _with_log_probs(self, session: Any, rollouts: Rollouts, name: str) -> Rollouts:
         """Return the answers with the log probabilities of their tokens: `old`, in the training pass, or of the `reference`."""
-        batches = self._plain_batches(rollouts.groups)
+        batches = self._batches(rollouts.groups)
         vectors = session.task.token_log_probs(session, batches, reference=name == "reference")
         flat = np.concatenate(vectors)
         if not np.isfinite(flat).all():
@@ -143,19 +138,22 @@ class RlRecipe(TokenRecipe):
                 why="the model overflows in this precision, or has weights that are not finite.",
                 do="use --precision fp32 or bf16, or a lower --lr",
             )
-        start, groups = 0, list[list[Rollout]]()
-        for group in rollouts.groups:
-            groups.append([])
-            for rollout in group:
-                end = start + len(rollout.tokens)
-                found: dict[str, Any] = {name: flat[start:end]}
-                groups[-1].append(replace(rollout, **found))
-                start = end
+        parts: Any = iter(np.split(flat, np.cumsum([len(rollout.tokens) for rollout in rollouts.flat])))
+        groups = [[replace(rollout, **{name: next(parts)}) for rollout in group] for group in rollouts.groups]
         return replace(rollouts, groups=groups)
 
-    def _plain_batches(self, groups: Sequence[Sequence[Rollout]]) -> list[RolloutBatch]:
-        size = self.config.batch_size
-        return [self._batch(groups[start : start + size]) for start in range(0, len(groups), size)]
+    def _batches(
+        self, groups: Sequence[Sequence[Rollout]], given: Floats | None = None
+    ) -> list[RolloutBatch]:
+        """Return micro-batches of answers, with their advantages if given."""
+        starts, size = range(0, len(groups), self.config.batch_size), self.config.batch_size
+        return [
+            self._batch(
+                groups[start : start + size],
+                given[start : start + size].reshape(-1).tolist() if given is not None else None,
+            )
+            for start in starts
+        ]
 
     def _batch(
         self, groups: Sequence[Sequence[Rollout]], given: Sequence[float] | None = None
@@ -170,40 +168,31 @@ class RlRecipe(TokenRecipe):
             shares_prompts=self.config.share_prompts,
         )
 
-    def _batches(self, rollouts: Rollouts) -> list[RolloutBatch]:
+    def _scored_batches(self, rollouts: Rollouts) -> list[RolloutBatch]:
         """Return the micro-batches of a step on these answers."""
-        rewards, groups, size = (
-            rollouts.rewards(self.rewards.weights),
-            rollouts.groups,
-            self.config.batch_size,
-        )
+        rewards = rollouts.rewards(self.rewards.weights)
         if self.loss.has_kl_reward:
             rewards = rewards - self.loss.beta * self._log_ratios(rollouts).reshape(rewards.shape)
         given = advantages(rewards, name=self.loss.name, scale=self.loss.scale)
-        batches = [
-            self._batch(groups[start : start + size], given[start : start + size].reshape(-1).tolist())
-            for start in range(0, len(groups), size)
-        ]
+        batches = self._batches(rollouts.groups, given)
         if not sum(batch.weight for batch in batches):  # every answer is cut and left out
             batches[0] = replace(batches[0], weight=1)
         return batches
 
     def _log_ratios(self, rollouts: Rollouts) -> Floats:
         """Return the log ratio of each answer to the reference, 0 if it is left out of the loss."""
-        flat = [rollout for group in rollouts.groups for rollout in group]
+        flat = rollouts.flat
         kept = np.array([one.stopped or not self.config.mask_truncated for one in flat])
         return kept * log_ratios([one.old for one in flat], [one.reference for one in flat])
 
-    def _generator(self, session: Any) -> Generator:
+    def _generator(self, session: Any, prompts: Sequence[Prompt]) -> Generator:
         assert isinstance(session, DividesPrompts), "a session of a language model generates"
-        config = self.config
         return Generator(
             session=session,
             tokenizer=self.tokenizer,
             rewards=self.rewards,
-            seed=config.seed,
-            temperature=config.temperature,
-            max_new_tokens=config.max_new_tokens,
+            config=self.config,
+            prompts=prompts,
         )
 
     def batch_metrics(self, step: int) -> Metrics:
@@ -341,9 +330,9 @@ class RlRecipe(TokenRecipe):
         if not self.held_out:
             return Evaluation(metrics={})
         with averaged(session):
-            generator = self._generator(session)
-            groups = generator.answer(self.held_out, num=1, key="evaluation")
-            scores = generator.score(self.held_out, groups)
+            generator = self._generator(session, self.held_out)
+            groups = generator.answer(range(len(self.held_out)), num=1, key="evaluation")
+            scores = generator.score(groups)
         found = Rollouts(number=0, groups=groups, scores=scores)
         names = self.rewards.names
         metrics = measure(found, names, self.rewards.weights)
@@ -385,13 +374,6 @@ class RlRecipe(TokenRecipe):
 
     def judge_evaluation(self, evaluations: Mapping[int, Metrics]) -> Mapping[str, str]:
         return self._verdicts.observe_evaluation(evaluations, num=len(self.held_out))
-
-
-def weight_name(loss: RlLoss) -> str:
-    """Return the unit of the weight of a micro-batch."""
-    return (
-        "answer_tokens" if loss.name in BY_TOKENS else "micro_batches" if loss.name == "bnpo" else "answers"
-    )
 
 
 def _reference(prompt: Prompt) -> str:

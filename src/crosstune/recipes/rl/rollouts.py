@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.config.schema import Config
 from crosstune.core.protocols import Array, DividesPrompts
 from crosstune.core.rewards import Rewards, weighted_sum
 from crosstune.core.sampling import Sampling
@@ -40,13 +41,18 @@ class Rollouts:
     equal_share: float = 0.0
     """The fraction of the first groups whose answers all have the same reward."""
 
+    @property
+    def flat(self) -> list[Rollout]:
+        """All answers, in the order of their groups."""
+        return [rollout for group in self.groups for rollout in group]
+
     def rewards(self, weights: Sequence[float]) -> Scores:
         """Return the reward of each answer, a row for each prompt."""
         shape = self.scores.shape
         return weighted_sum(self.scores.reshape(-1, shape[2]), weights).reshape(shape[:2])
 
     def to_arrays(self) -> dict[str, Array]:
-        flat = [rollout for group in self.groups for rollout in group]
+        flat = self.flat
         arrays: dict[str, Array] = {
             "generation": np.array([self.number, self.scores.shape[1]], dtype=np.int64),
             "prompts": np.array([rollout.prompt for rollout in flat], dtype=np.int64),
@@ -89,92 +95,85 @@ class Generator:
     session: DividesPrompts
     tokenizer: Tokenizer
     rewards: Rewards
-    seed: int
-    temperature: float
-    max_new_tokens: int
+    config: Config
+    prompts: Sequence[Prompt]
+    """Training or held-out prompts."""
     generate_s: float = 0.0
     reward_s: float = 0.0
 
-    def answer(self, prompts: Sequence[Prompt], *, num: int, key: str) -> list[list[Rollout]]:
-        """Return `num` answers to each prompt; `prompt` in them is its index here. The processes share the distinct prompts.
+    def answer(self, places: Sequence[int], *, num: int, key: str) -> list[list[Rollout]]:
+        """Return `num` answers to each of the prompts at these indices. The processes share the distinct prompts.
 
         An answer depends on the weights, its prompt, its number among the answers to equal prompts, the seed and `key`.
         """
         started = time.perf_counter()
-        places: dict[tuple[int, ...], list[int]] = {}
-        for place, prompt in enumerate(prompts):
-            places.setdefault(tuple(prompt.tokens), []).append(place)
-        distinct = list(places)
+        asked: dict[tuple[int, ...], list[int]] = {}
+        for number, place in enumerate(places):
+            asked.setdefault(tuple(self.prompts[place].tokens), []).append(number)
+        distinct = list(asked)
         own = self.session.own_prompts(len(distinct))
-        answers = iter(
-            self.session.sample(
-                [distinct[index] for index in own for _ in range(num * len(places[distinct[index]]))],
-                max_new_tokens=self.max_new_tokens,
-                stop_ids=sorted(self.tokenizer.stop_ids),
-                sampling=Sampling(temperature=self.temperature, seed=self._seed(key)),
-            )
+        keys = [(index, number) for index in own for number in range(num * len(asked[distinct[index]]))]
+        answers = self.session.sample(
+            [distinct[index] for index, _ in keys],
+            max_new_tokens=self.config.max_new_tokens,
+            stop_ids=sorted(self.tokenizer.stop_ids),
+            sampling=Sampling(temperature=self.config.temperature, seed=self._seed(key)),
         )
-        vectors: dict[int, Array] = {}
-        for index in own:
-            for number in range(num * len(places[distinct[index]])):
-                answer = next(answers)
-                # Token ids are whole numbers in float32.
-                vectors[index * _ANSWERS_PER_PROMPT + number] = np.array(
-                    [answer.stopped, *answer.tokens, *answer.log_probs], dtype=np.float32
-                )
+        # Token ids are whole numbers in float32.
+        vectors: dict[int, Array] = {
+            index * _ANSWERS_PER_PROMPT + number: np.array(
+                [answer.stopped, *answer.tokens, *answer.log_probs], dtype=np.float32
+            )
+            for (index, number), answer in zip(keys, answers, strict=True)
+        }
         found = iter(self.session.gather_vectors(vectors))
-        groups: dict[int, list[Rollout]] = {}
-        for prompt_tokens in distinct:
-            for place in places[prompt_tokens]:
-                groups[place] = [_rollout(place, next(found)) for _ in range(num)]
+        groups: list[list[Rollout]] = [[] for _ in places]
+        for numbers in asked.values():
+            for number in numbers:
+                groups[number] = [_rollout(places[number], next(found)) for _ in range(num)]
         self.generate_s += time.perf_counter() - started
-        return [groups[place] for place in range(len(prompts))]
+        return groups
 
-    def score(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Rollout]]) -> Scores:
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> Scores:
         """Return prompts x answers x rewards, rounded to float32. The processes share the prompts."""
         started = time.perf_counter()
-        own = self.session.own_share(len(prompts))
-        asked = [prompts[place].scored(self.text(rollout)) for place in own for rollout in groups[place]]
-        size, num_rewards = len(groups[0]), len(self.rewards.names)
-        scores = (
-            np.asarray(self.rewards.score(asked), dtype=np.float32) if asked else np.zeros((0, num_rewards))
-        )
-        rows = scores.reshape(len(own), size * num_rewards)
+        own = self.session.own_share(len(groups))
+        asked = [self.prompts[one.prompt].scored(self.text(one)) for place in own for one in groups[place]]
+        shape = (-1, len(groups[0]), len(self.rewards.names))
+        scores = np.asarray(self.rewards.score(asked), dtype=np.float32) if asked else np.zeros((0, shape[2]))
+        rows = scores.reshape(len(own), shape[1] * shape[2])
         found = self.session.gather_vectors(dict(zip(own, rows, strict=True)))
         self.reward_s += time.perf_counter() - started
-        return np.stack(found).reshape(len(prompts), size, num_rewards).astype(np.float64)
+        return np.stack(found).reshape(shape).astype(np.float64)
 
     def text(self, rollout: Rollout) -> str:
         """Return the decoded answer without its stop token."""
         tokens = rollout.tokens[:-1] if rollout.stopped else rollout.tokens
         return self.tokenizer.decode(list(tokens))
 
-    def generate(
-        self, prompts: Sequence[Prompt], places: Sequence[int], *, number: int, num: int, replacements: int
-    ) -> Rollouts:
-        """Return scored answers to the prompts at these places. Groups whose answers have equal rewards are replaced by answers to
-        other prompts, up to `replacements` times."""
-        self.generate_s = self.reward_s = 0.0
-        chosen = list(places)
-        groups = self._answer_places(prompts, chosen, num=num, key=f"step {number}")
-        scores = self.score([prompts[place] for place in chosen], groups)
+    def generate(self, places: Sequence[int], *, number: int) -> Rollouts:
+        """Return scored answers to the prompts at these indices. Groups whose answers have equal rewards are replaced by answers
+        to other prompts, with --dynamic_sampling."""
+        num, replacements = self.config.num_generations, self.config.dynamic_sampling
+        groups = self.answer(places, num=num, key=f"step {number}")
+        scores = self.score(groups)
         equal = self.without_spread(scores)
         first_share = float(equal.mean())
         waiting: list[int] = []
         if replacements:
-            random = np.random.Generator(np.random.Philox(key=(self.seed, _PROMPT_KEY + number)))
-            taken = set(chosen)
-            waiting = [place for place in random.permutation(len(prompts)).tolist() if place not in taken]
+            random = np.random.Generator(np.random.Philox(key=(self.config.seed, _PROMPT_KEY + number)))
+            taken = set(places)
+            order = random.permutation(len(self.prompts)).tolist()
+            waiting = [place for place in order if place not in taken]
         for attempt in range(replacements):
             wanted = np.flatnonzero(equal)[: len(waiting)]
             if not len(wanted):
                 break
             others, waiting = waiting[: len(wanted)], waiting[len(wanted) :]
-            added = self._answer_places(prompts, others, num=num, key=f"step {number} attempt {attempt}")
-            new_scores = self.score([prompts[place] for place in others], added)
-            for at, place, group, row in zip(wanted, others, added, new_scores, strict=True):
+            added = self.answer(others, num=num, key=f"step {number} attempt {attempt}")
+            for at, group, row in zip(wanted, added, self.score(added), strict=True):
                 if not self.without_spread(row[None])[0]:
-                    chosen[at], groups[at], scores[at] = place, group, row
+                    groups[at], scores[at] = group, row
             equal = self.without_spread(scores)
         return Rollouts(
             number=number,
@@ -189,17 +188,8 @@ class Generator:
         found = weighted_sum(scores.reshape(-1, scores.shape[2]), self.rewards.weights)
         return np.isclose(deviation(found.reshape(scores.shape[:2])), 0)
 
-    def _answer_places(
-        self, prompts: Sequence[Prompt], places: Sequence[int], *, num: int, key: str
-    ) -> list[list[Rollout]]:
-        groups = self.answer([prompts[place] for place in places], num=num, key=key)
-        return [
-            [replace(rollout, prompt=place) for rollout in group]
-            for place, group in zip(places, groups, strict=True)
-        ]
-
     def _seed(self, key: str) -> int:
-        digest = hashlib.sha256(f"{self.seed} {key}".encode()).digest()
+        digest = hashlib.sha256(f"{self.config.seed} {key}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
 
@@ -216,9 +206,8 @@ def _rollout(place: int, vector: Array) -> Rollout:
 def measure(rollouts: Rollouts, names: Sequence[str], weights: Sequence[float]) -> dict[str, float]:
     """Return the metrics of answers, under TRL's names."""
     rewards = rollouts.rewards(weights).reshape(1, -1)
-    flat = [rollout for group in rollouts.groups for rollout in group]
-    lengths = np.array([len(rollout.tokens) for rollout in flat])
-    stopped = np.array([rollout.stopped for rollout in flat])
+    lengths = np.array([len(rollout.tokens) for rollout in rollouts.flat])
+    stopped = np.array([rollout.stopped for rollout in rollouts.flat])
     found = {
         "reward": nan_mean(rewards),
         "reward_std": float(deviation(rewards)[0]),

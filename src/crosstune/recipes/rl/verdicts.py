@@ -133,14 +133,12 @@ class Verdicts:
         share = self._mean_of("completions/clipped_ratio", self._recent)
         if not share > CUT:
             return ""
+        effect, do = " before they end", ", or leave cut answers out with --mask_truncated"
         if self.masks_cut:
-            return (
-                f"{share:.0%} of the answers are cut at {self.max_new_tokens} tokens, and --mask_truncated leaves them out of the "
-                "loss, so little is learned: raise --max_new_tokens, or ask for short answers in the prompts"
-            )
+            effect, do = ", and --mask_truncated leaves them out of the loss, so little is learned", ""
         return (
-            f"{share:.0%} of the answers are cut at {self.max_new_tokens} tokens before they end: raise --max_new_tokens, ask for "
-            "short answers in the prompts, or leave cut answers out with --mask_truncated"
+            f"{share:.0%} of the answers are cut at {self.max_new_tokens} tokens{effect}: raise --max_new_tokens, or ask for "
+            f"short answers in the prompts{do}"
         )
 
     def _failing(self, name: str) -> str:

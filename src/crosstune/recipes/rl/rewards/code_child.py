@@ -18,32 +18,14 @@ from typing import Any, NoReturn
 
 _NO_NETWORK = ("socket.",)
 _FORBIDDEN = (
-    *(
-        "subprocess.",
-        "os.exec",
-        "os.fork",
-        "os.kill",
-        "os.posix_spawn",
-        "os.spawn",
-        "os.startfile",
-        "os.system",
-    ),
-    *("ctypes.call_function", "ctypes.dlopen", "ctypes.dlsym", "os.link", "pty.", "resource.", "signal."),
-)
+    "subprocess.", "os.exec", "os.fork", "os.kill", "os.posix_spawn", "os.spawn", "os.startfile", "os.system",
+    "ctypes.call_function", "ctypes.dlopen", "ctypes.dlsym", "os.link", "pty.", "resource.", "signal.",
+)  # fmt: skip
 """Beginnings of audit events: processes, native code, limits."""
-_CHANGES = [
-    "os.chflags",
-    "os.chmod",
-    "os.chown",
-    "os.mkdir",
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.setxattr",
-    "os.symlink",
-    "os.truncate",
-    "os.utime",
-]
+_CHANGES = (
+    "os.chflags", "os.chmod", "os.chown", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.setxattr", "os.symlink",
+    "os.truncate", "os.utime",
+)  # fmt: skip
 """Audit events that change the path in one of their first two arguments."""
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 

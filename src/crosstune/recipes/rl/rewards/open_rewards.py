@@ -31,9 +31,8 @@ from crosstune.recipes.rl.rewards.functions import (
     read_schema,
 )
 from crosstune.recipes.rl.rewards.judged import FindJudge, JudgeReward, ServerReward, connect_server
+from crosstune.recipes.rl.verdicts import WATCHED
 
-WATCH = "watch/"
-"""Beginning of the name of a judge that only observes."""
 _BY_ARGUMENT = (*OF_COLUMNS, "regex", "length", "tags")
 """The kinds whose argument determines the score, and is no file or address."""
 _ENOUGH_FAILURES = 32
@@ -182,7 +181,7 @@ def _names(specs: Sequence[RewardSpec], *, watched: bool) -> list[str]:
     """Return a unique name for each reward: of its function, of its judge's run, or of its kind."""
     names = [_name(spec) for spec in specs]
     if watched:
-        names[-1] = f"{WATCH}{names[-1].removeprefix('judge_')}"
+        names[-1] = f"{WATCHED}{names[-1].removeprefix('judge_')}"
     found: list[str] = []
     for name in names:
         others = (f"{name}_{number}" for number in itertools.count(2))
