@@ -155,6 +155,10 @@ class TokenRecipe:
             self.config, num_examples=len(self.train), packed=self.packed, mixture=self.mixture
         )
 
+    def parts(self) -> dict[str, Any]:
+        """Return the training examples, and the held-out examples if there are any."""
+        return {"train": self.train} | ({"held_out": self.held_out} if self.held_out else {})
+
     def identity(self) -> str:
         return self.identity_of(self.train)
 

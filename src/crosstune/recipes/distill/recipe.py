@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, naming, raise_all
 from crosstune.core.events import Observer, Observers, Warned
-from crosstune.core.protocols import Array, Backward, Metrics, Session, Task
+from crosstune.core.protocols import Array, Backward, Metrics, Task
 from crosstune.data.batches.row_order import rows_per_evaluation
 from crosstune.data.batches.token_batch import TokenBatch
 from crosstune.data.tokens.corpus import Corpus
 from crosstune.files.run_record import read_log
 from crosstune.recipes.distill.losses import Objective
 from crosstune.recipes.distill.teacher import Teacher, num_tokens
-from crosstune.recipes.distill.verdicts import Verdicts
+from crosstune.recipes.distill.verdicts import find_problems
 from crosstune.recipes.preference.reference import complete_reference
 from crosstune.recipes.sft import SftRecipe
 
@@ -63,27 +62,21 @@ class DistillRecipe(SftRecipe):
         super().__init__(config, model_folder=model_folder, observer=observer)
         self.objective = Objective.from_config(config, width=num_tokens(self.tokenizer))
         self.teacher = Teacher(config=config, student=model_folder, observer=observer or Observers())
-        self._is_checked = False
         self._stored: dict[str, Floats] = {}
         """The teacher's distributions of all supervised tokens by split, if they are stored."""
 
     def configure(self, config: Config) -> None:
-        """Set the final options, and check the teacher: a plan opens the data without fetching it."""
+        """Set the final options; raise if the teacher is missing, has different tokens, or equals the student, which leaves
+        nothing to learn. Not checked before: a plan opens the data without fetching the teacher."""
         super().configure(config)
-        if not self._is_checked:
-            self._check_teacher()
-        self._is_checked = True
-
-    def _check_teacher(self) -> None:
-        """Raise if the teacher is missing, has different tokens, or equals the student, which leaves nothing to learn."""
-        teacher, may_be_stored = self.teacher, self.config.teacher_top_k and self.config.resume != "none"
+        teacher, may_be_stored = self.teacher, config.teacher_top_k and config.resume != "none"
         if teacher.problem is not None and may_be_stored:
             return
         if teacher.problem is not None:
             raise teacher.problem
         with naming("teacher"):
             teacher.check_tokens(self.tokenizer)
-        if teacher.is_student and not (self.config.ce_weight and self.config.on_policy_share < 1):
+        if teacher.is_student and not (config.ce_weight and config.on_policy_share < 1):
             raise UserError(
                 f"The teacher {teacher.name} is the model that is trained.",
                 why="the student starts with the teacher's distributions, so the loss is 0 and nothing is learned.",
@@ -96,7 +89,7 @@ class DistillRecipe(SftRecipe):
         return module.DistillLM(self.objective, self.teacher)
 
     def prepare_session(
-        self, session: Session, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
+        self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
     ) -> None:
         """Read or compute the teacher's distributions if they are stored; warn if the teacher has changed since the last start."""
         if earlier is not None and self.teacher.problem is None:
@@ -106,32 +99,26 @@ class DistillRecipe(SftRecipe):
                     f"the weights of the teacher {self.teacher.name} have changed since the run was started"
                 )
                 observer.on_event(Warned(message=message))
-        if self.config.teacher_top_k:
-            self._open_stored(session, folder=folder, earlier=earlier, writes=writes, observer=observer)
-
-    def _open_stored(
-        self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
-    ) -> None:
-        found = {"train": self.train, "held_out": None if self.config.skip_eval else self.held_out}
-        parts = {name: part for name, part in found.items() if part is not None}
-        size = rows_per_evaluation(self.config)
-        teacher = self.teacher.identity if self.teacher.problem is None else ""
-        plan: Plan = session.plan
+        if not self.config.teacher_top_k:
+            return
+        problem, plan, size = self.teacher.problem, session.plan, rows_per_evaluation(self.config)
+        parts = self.parts()
+        if self.config.skip_eval:
+            parts.pop("held_out", None)
 
         def compute(batches: Iterable[DistillBatch]) -> Iterable[Floats]:
-            if self.teacher.problem is not None:
-                raise self.teacher.problem
+            if problem is not None:
+                raise problem
             return session.task.teacher_rows(session, batches)
 
         self._stored = complete_reference(
+            self,
             folder=folder,
             earlier=earlier,
             identities={name: self._identify(part) for name, part in parts.items()},
             starts={name: self._starts[name] for name in parts},
             columns=self.objective.num_columns,
-            size=size,
-            made=f"{plan.backend.name} {plan.precision} {size} {teacher}",
-            make_batch=lambda name, places: self.batch(parts[name], [[at] for at in places]),
+            made=f"{plan.backend.name} {plan.precision} {size} {self.teacher.identity if problem is None else ''}",
             compute=compute,
             role="teacher",
             writes=writes,
@@ -150,12 +137,7 @@ class DistillRecipe(SftRecipe):
     @cached_property
     def _starts(self) -> dict[str, NDArray[np.int64]]:
         """The first stored row of each example by split, then the number of rows."""
-        parts = {"train": self.train, "held_out": self.held_out}
-        return {
-            name: np.append(0, np.cumsum(part.num_supervised))
-            for name, part in parts.items()
-            if part is not None
-        }
+        return {name: np.append(0, np.cumsum(part.num_supervised)) for name, part in self.parts().items()}
 
     def batch(self, part: Corpus, rows: Sequence[Sequence[int]], **options: Any) -> DistillBatch:
         name = "train" if part is self.train else "held_out"
@@ -189,15 +171,12 @@ class DistillRecipe(SftRecipe):
                 described["warnings"] = [*described.get("warnings", ()), note]
         return described
 
-    @cached_property
-    def _verdicts(self) -> Verdicts:
-        return Verdicts(teacher=self.teacher.name, ce_weight=self.config.ce_weight)
-
     def judge_step(self, step: int, result: Backward) -> Mapping[str, str]:
         return {}
 
     def judge_evaluation(self, evaluations: Mapping[int, Metrics]) -> Mapping[str, str]:
-        return {} if self.teacher.is_student else self._verdicts.observe_evaluation(evaluations)
+        teacher, ce_weight = self.teacher, self.config.ce_weight
+        return {} if teacher.is_student else find_problems(evaluations, teacher.name, ce_weight=ce_weight)
 
 
 def check_options(config: Config) -> Iterator[UserError]:

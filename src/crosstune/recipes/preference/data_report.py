@@ -25,8 +25,8 @@ def account(
     data: PromptRows[Preference], train: PreferenceCorpus, held_out: PreferenceCorpus | None
 ) -> dict[str, int]:
     """Return the number of rows read, and their number by outcome. A row of a pair may be two answers with labels."""
-    kept = [_places(part.preferences) if part is not None else set[str]() for part in (train, held_out)]
-    opened = _places([*data.train, *data.held_out])
+    kept = [{one.place for one in part.preferences} if part else set[str]() for part in (train, held_out)]
+    opened = {one.place for one in (*data.train, *data.held_out)}
     return {
         "read": data.num_rows,
         "trained": len(kept[0]),
@@ -36,10 +36,6 @@ def account(
         "bad": len(data.skipped),
         "unused": data.num_rows - len(opened) - data.num_left_out - len(data.skipped),
     }
-
-
-def _places(preferences: Sequence[Preference]) -> set[str]:
-    return {one.place for one in preferences}
 
 
 def describe_answers(train: PreferenceCorpus) -> dict[str, Any]:

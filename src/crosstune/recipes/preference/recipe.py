@@ -83,45 +83,36 @@ class PreferenceRecipe(TokenRecipe):
         return module.PreferenceLM(self.loss)
 
     def prepare_session(
-        self, session: Session, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
+        self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
     ) -> None:
         """Read or compute the reference, and check that the model equals it before training."""
         self._verdicts.reach = reach_of(session.trained_shapes(), num_layers=self._num_layers)
         if not self.loss.needs_reference:
             return
         if is_precomputed(self.config.reference, self.config.train_type):
-            self._open_reference(session, folder=folder, earlier=earlier, writes=writes, observer=observer)
+            record, parts, size = session.task.base_record(), self.parts(), rows_per_evaluation(self.config)
+            model = model_identity(self.config, record)
+
+            def compute(batches: Iterable[PreferenceBatch]) -> Iterable[Floats]:
+                found = session.task.answer_log_probs(session, batches)
+                return [one.reshape(-1, 2) if self.loss.is_paired else one.reshape(2, -1).T for one in found]
+
+            self._reference = complete_reference(
+                self,
+                folder=folder,
+                earlier=earlier,
+                identities={name: f"{self.identity_of(part)} {model}" for name, part in parts.items()},
+                starts={name: np.arange(len(part) + 1) for name, part in parts.items()},
+                columns=2,
+                made=f"{session.plan.backend.name} {record['precision']} {size} {self.config.share_prompts}",
+                compute=compute,
+                role="reference",
+                writes=writes,
+                observer=observer,
+            )
+            session.task.forget_reference()
         if earlier is None:
             self._check_start(session)
-
-    def _open_reference(
-        self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
-    ) -> None:
-        """Set the reference's log probabilities of all answers: read them from the run, and compute the missing values."""
-        found = {"train": self.train, "held_out": self.held_out}
-        parts = {name: part for name, part in found.items() if part is not None}
-        record, size = session.task.base_record(), rows_per_evaluation(self.config)
-        model = model_identity(self.config, record)
-
-        def compute(batches: Iterable[PreferenceBatch]) -> Iterable[Floats]:
-            vectors = session.task.answer_log_probs(session, batches)
-            return [each.reshape(-1, 2) if self.loss.is_paired else each.reshape(2, -1).T for each in vectors]
-
-        self._reference = complete_reference(
-            folder=folder,
-            earlier=earlier,
-            identities={name: f"{self.identity_of(part)} {model}" for name, part in parts.items()},
-            starts={name: np.arange(len(part) + 1) for name, part in parts.items()},
-            columns=2,
-            size=size,
-            made=f"{session.plan.backend.name} {record['precision']} {size} {self.config.share_prompts}",
-            make_batch=lambda name, places: self.batch(parts[name], [[at] for at in places]),
-            compute=compute,
-            role="reference",
-            writes=writes,
-            observer=observer,
-        )
-        session.task.forget_reference()
 
     def _check_start(self, session: Any) -> None:
         """Raise unless the model equals the reference in the first batch."""

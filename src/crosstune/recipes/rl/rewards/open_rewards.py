@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,6 @@ class OpenedRewards:
     @property
     def weights(self) -> Sequence[float]:
         return [one.spec.weight for one in self._members]
-
-    @property
-    def failures(self) -> Mapping[str, tuple[int, int]]:
-        """Return for each reward the number of failed scores and of all."""
-        return {one.name: (one.num_failed, one.num_scored) for one in self._members}
 
     def score(self, answers: Sequence[ScoredAnswer]) -> NDArray[np.float64]:
         if not answers:
