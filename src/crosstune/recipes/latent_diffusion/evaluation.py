@@ -33,8 +33,6 @@ def evaluate(
     options: DecodeOptions,
     rounds: int = 0,
     samples: int = 1000,
-    encoder: str | None = None,
-    device: str | None = None,
     on_stage: Callable[[str], None],
 ) -> dict[str, Any]:
     """Return the scores of the first `samples` held-out pairs of a folder, and some of the texts.
@@ -43,7 +41,7 @@ def evaluate(
     """
     folder = open_pairs(data)
     trained.check_data(folder)
-    opened = trained.encoder(encoder, device=device) if trained.can_embed(encoder) else None
+    opened = trained.find_encoder()
     pairs = folder.rows_of("validation", samples)
     latents = np.asarray(pairs.latents, np.float32)
     if not has_sacrebleu():
@@ -60,14 +58,8 @@ def evaluate(
         result |= _decoded(trained, pairs, latents, texts, encoder=opened, options=options)
         if rounds and opened is not None:
             on_stage("correcting")
-            *_, best = correct_texts(
-                trained.sampler,
-                opened,
-                trained.vocabulary,
-                latents,
-                options=options,
-                rounds=rounds,
-            )
+            parts = (trained.sampler, opened, trained.vocabulary)
+            *_, best = correct_texts(*parts, latents, options=options, rounds=rounds)
             corrected = trained.vocabulary.decode_batch(best.tokens)
             result["corrected"] = text_scores(corrected, texts) | _embedded(opened, corrected, latents)
             for row, text in zip(result["texts"], corrected, strict=False):
