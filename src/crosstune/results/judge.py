@@ -19,7 +19,7 @@ from crosstune.recipes.judge.evaluation import (
     UNTRAINED,
     Report,
     baseline_verdicts,
-    evaluate_with_baselines,
+    evaluate_items,
     worst_items,
 )
 from crosstune.recipes.judge.items import Item, Scale, read_scale
@@ -151,7 +151,7 @@ def measure_judge(
         output = output.with_name(f"{output.name}.untrained") if output is not None else None
         journals.append(make_journal(output, base, items, untrained, observer))
         others[UNTRAINED] = ask(base, items, untrained, observer, journal=journals[1])
-    report = evaluate_with_baselines(items, found, scale=scale, others=others)
+    report = evaluate_items(items, found, scale=scale, others=others)
     report["judge"] = dataclasses.asdict(settings) | {"by": request.by, "target": request.target}
     report["worst"] = [prediction_row(items[place], found[place]) for place in worst_items(items, found)]
     return JudgeTest(items=items, found=found, others=others, scale=scale, report=report, journals=journals)

@@ -326,7 +326,7 @@ def find_label_tokens(verdict: VerdictFormat, tokenizer: Tokenizer) -> LabelToke
         )
     tails = [tuple(text[common:]) for text in texts]
     before, inside = tuple(texts[0][first:common]), ()
-    if verdict.ends_with_label:  # most tokenizers join the space before it with its first character
+    if verdict.name == "result":  # most tokenizers join the space before it with its first character
         alone, *longer = (
             encode(" ".join(("Feedback: none", said)).strip()).tokens.tolist()
             for said in ("", *map(verdict.write, verdict.labels.texts))

@@ -154,12 +154,10 @@ def reliability(confidence: ArrayLike, correct: ArrayLike) -> list[dict[str, Any
     ]
 
 
-def expected_calibration_error(confidence: ArrayLike, correct: ArrayLike) -> float:
-    """Return the mean gap between confidence and accuracy over the bins, weighted by their counts."""
-    bins = reliability(confidence, correct)
+def expected_calibration_error(bins: Sequence[Mapping[str, float]]) -> float:
+    """Return the mean gap between confidence and accuracy over the bins of `reliability`, weighted by their counts."""
     total = sum(each["count"] for each in bins)
-    distance = sum(each["count"] * abs(each["confidence"] - each["accuracy"]) for each in bins)
-    return distance / total if total else math.nan
+    return sum(each["count"] * abs(each["confidence"] - each["accuracy"]) for each in bins) / total
 
 
 def fit_temperature(log_probs: Floats, targets: Floats) -> float:

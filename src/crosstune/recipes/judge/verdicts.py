@@ -65,11 +65,6 @@ class VerdictFormat:
         return {"score": "Score: ", "result": "[RESULT] ", "json": '{"score": '}.get(self.name, "")
 
     @property
-    def ends_with_label(self) -> bool:
-        """True if feedback is before the label."""
-        return self.name == "result"
-
-    @property
     def after(self) -> str:
         """The text after the label."""
         if self.name == "score":
