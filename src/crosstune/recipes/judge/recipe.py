@@ -25,7 +25,7 @@ from crosstune.recipes.judge.examples import ItemCorpus, encode_items, find_labe
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge, engine_parts, judge_task
 from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
-from crosstune.recipes.judge.rewards import PairCorpus, encode_pairs
+from crosstune.recipes.judge.rewards import HeadLoss, PairCorpus, encode_pairs
 from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, training_messages
 from crosstune.recipes.preference.data_report import BALANCE, MAX_MEASURED, length_bias
 from crosstune.recipes.sft import TokenRecipe, open_tokenizer
@@ -185,7 +185,7 @@ class RewardRecipe(JudgeRecipe):
         return encode_pairs(items, **self._encoding(name))
 
     def task(self, engine: str) -> Task:
-        return engine_parts(engine).RewardHead(center=self.config.center_rewards)
+        return engine_parts(engine).ScalarHead(HeadLoss(of_pairs=True, center=self.config.center_rewards))
 
     @property
     def lengths(self) -> NDArray[np.int64]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,22 +21,34 @@ from crosstune.recipes.judge.examples import as_preference, reward_place
 from crosstune.recipes.judge.items import Item, swapped
 from crosstune.recipes.preference.open_pairs import PreferenceCorpus, tokenize
 
-REWARD_METRICS = ("accuracy", "margin", "mean_reward")
 
+@dataclass(frozen=True, kw_only=True)
+class HeadLoss:
+    """The loss of a scalar head: the squared error of scores, or the loss of rewards from pairs by Bradley and Terry."""
 
-def bradley_terry(rewards: Any, margins: Any, log_sigmoid: Callable[[Any], Any], *, center: float) -> Any:
-    """Return the loss summed over pairs (arXiv:1706.03741), with margins (2307.09288) and the penalty of reward sums that are
-    not 0 (2312.09244). Rewards are in the order of the pairs, the better answer first."""
-    better, worse = rewards[::2], rewards[1::2]
-    loss = -log_sigmoid(better - worse - margins).sum()
-    return loss + center * ((better + worse) ** 2).sum() if center else loss
+    of_pairs: bool = False
+    center: float = 0.0
+    """Weight of the penalty of reward sums that are not 0 (arXiv:2312.09244)."""
 
+    @property
+    def metric_names(self) -> Sequence[str]:
+        return ("accuracy", "margin", "mean_reward") if self.of_pairs else ("absolute_error",)
 
-def measure_rewards(rewards: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the sums of the metrics and their weights."""
-    better, worse = rewards[::2], rewards[1::2]
-    found = ((better > worse).sum(), len(better)), ((better - worse).sum(), len(better))
-    return dict(zip(REWARD_METRICS, (*found, (rewards.sum(), len(rewards))), strict=True))
+    def __call__(self, outputs: Any, targets: Any, f: ModuleType) -> tuple[Any, dict[str, tuple[Any, Any]]]:
+        """Return the loss, summed over the rows or pairs, and the sums of the metrics. `targets`: scores as fractions of the
+        scale, or the margins of pairs, whose better answer is first (arXiv:1706.03741, margins 2307.09288). `f`: the
+        `array_functions` of an engine."""
+        given = f.detach(outputs)
+        if not self.of_pairs:
+            error = f.absolute(given - targets).sum()
+            return ((outputs - targets) ** 2).sum(), {"absolute_error": (error, len(given))}
+        better, worse = outputs[::2], outputs[1::2]
+        loss = -f.log_sigmoid(better - worse - targets).sum()
+        if self.center:
+            loss = loss + self.center * ((better + worse) ** 2).sum()
+        better, worse, count = given[::2], given[1::2], len(targets)
+        values = ((better > worse).sum(), count), ((better - worse).sum(), count), (given.sum(), len(given))
+        return loss, dict(zip(self.metric_names, values, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,8 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import write_json
 from crosstune.models.identity import RECORD, identity
 from crosstune.recipes.judge.examples import JudgeBatch
-from crosstune.recipes.judge.rewards import REWARD_METRICS, bradley_terry, measure_rewards
+from crosstune.recipes.judge.rewards import HeadLoss
+from crosstune.torch_engine import array_functions
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.loading.adapters import AdaptedLinear
 from crosstune.torch_engine.loading.load import load_model, read_config, readable_errors
@@ -164,12 +165,13 @@ class Head(nn.Module):
 
 
 class ScalarHead:
-    """A sequence classifier with one output: the score as a fraction of the scale, read after the prompt."""
+    """A sequence classifier with one output: the score as a fraction of the scale, read after the prompt, or a reward."""
 
-    metric_names: Sequence[str] = ("absolute_error",)
     head_names: Sequence[str] = (f"{HEAD}.weight",)
 
-    def __init__(self) -> None:
+    def __init__(self, loss: HeadLoss | None = None) -> None:
+        self.head_loss = loss or HeadLoss()
+        self.metric_names = self.head_loss.metric_names
         self.opening: BuildContext | None = None
 
     def build(self, opening: BuildContext) -> nn.Module:
@@ -206,9 +208,8 @@ class ScalarHead:
         }
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
-        """Return the squared error, summed over the rows."""
-        error = model(tensors["input_ids"], tensors["ends"]) - tensors["scores"]
-        return (error**2).sum(), {"absolute_error": (error.abs().sum(), len(error))}
+        outputs = model(tensors["input_ids"], tensors["ends"])
+        return self.head_loss(outputs, tensors["scores"], array_functions)
 
     def base_record(self) -> dict[str, Any]:
         opening = self.opening
@@ -232,22 +233,6 @@ class ScalarHead:
             folder, model.config, export.merged_tensors(model, adapters), base=self.opening.folder
         )
         write_json(folder / RECORD, self.base_record())
-
-
-class RewardHead(ScalarHead):
-    """A sequence classifier with one output: the reward of an answer, learned from pairs."""
-
-    metric_names = REWARD_METRICS
-
-    def __init__(self, *, center: float = 0.0) -> None:
-        super().__init__()
-        self.center = center
-
-    def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
-        """Return the Bradley-Terry loss, summed over the pairs."""
-        rewards = model(tensors["input_ids"], tensors["ends"])
-        loss = bradley_terry(rewards, tensors["scores"], nn.functional.logsigmoid, center=self.center)
-        return loss, measure_rewards(rewards.detach())
 
 
 def _forward(model: Any, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
