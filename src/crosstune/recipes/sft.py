@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS
 from crosstune.config.load import cache_override
 from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec
+from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
@@ -420,6 +422,22 @@ def open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
     template = read_template(config.chat_template, adds_bos=tokenizer.adds_bos)
     return stop_at_template_end(
         replace(tokenizer, chat_template=template, template_file=config.chat_template)
+    )
+
+
+def engine_parts(recipe: str, engine: str) -> Any:
+    """Return the module with the parts of a recipe for an engine."""
+    return importlib.import_module(f"crosstune.recipes.{recipe}.{engine}_parts")
+
+
+def low_rate(config: Config, *, what: str) -> dict[str, Preset]:
+    """Return a learning rate far below that of supervised fine-tuning, which would break the model."""
+    is_adapter = TRAIN_TYPE_PARTS[config.train_type][0] in ADAPTER_METHODS
+    reason = f"usual for {what} with {'adapters' if is_adapter else 'full fine-tuning'}"
+    return (
+        {"lr": Preset(value=1e-5 if is_adapter else 1e-6, reason=reason)}
+        if "lr" not in config.sources
+        else {}
     )
 
 

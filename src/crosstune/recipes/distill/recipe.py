@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +24,7 @@ from crosstune.recipes.distill.losses import Objective
 from crosstune.recipes.distill.teacher import Teacher, num_tokens
 from crosstune.recipes.distill.verdicts import find_problems
 from crosstune.recipes.preference.reference import complete_reference
-from crosstune.recipes.sft import SftRecipe
+from crosstune.recipes.sft import SftRecipe, engine_parts
 
 Floats = NDArray[np.float32]
 
@@ -85,8 +84,7 @@ class DistillRecipe(SftRecipe):
             )
 
     def task(self, engine: str) -> Task:
-        module = importlib.import_module(f"crosstune.recipes.distill.{engine}_parts")
-        return module.DistillLM(self.objective, self.teacher)
+        return engine_parts("distill", engine).DistillLM(self.objective, self.teacher)
 
     def prepare_session(
         self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from crosstune.recipes.judge.examples import (
 from crosstune.recipes.judge.items import WINNERS, Item, other_winner, swapped
 from crosstune.recipes.judge.metrics import Floats, fit_temperature, log_softmax, soften
 from crosstune.recipes.judge.verdicts import JudgeSettings, VerdictFormat
+from crosstune.recipes.sft import engine_parts
 
 Progress = Callable[[int, int], None]
 Prompts = Sequence[list[int]]
@@ -171,7 +171,7 @@ class Judge:
         self, prompts: Prompts, places: Sequence[int], progress: Progress | None
     ) -> dict[int, float]:
         """Return the output of the scalar head for the prompts at these indices."""
-        parts, found = engine_parts(self.session.plan.engine), dict[int, float]()
+        parts, found = engine_parts("judge", self.session.plan.engine), dict[int, float]()
         for _, chosen in self._batches(prompts, [places], progress):
             values = parts.scalar_scores(self.session, [prompts[place] for place in chosen])
             found |= dict(zip(chosen, map(float, values), strict=True))
@@ -192,7 +192,7 @@ class Judge:
     def _log_probs(self, items: Sequence[Item], prompts: Prompts, *, progress: Progress | None) -> Floats:
         """Return the log probability of each label for each item, normalized over the labels."""
         known: list[dict[tuple[int, ...], Floats]] = [{} for _ in items]
-        parts, current = engine_parts(self.session.plan.engine), None
+        parts, current = engine_parts("judge", self.session.plan.engine), None
         prefix, start = None, 0
         for group, places in self._batches(prompts, self._groups(items), progress):
             if group is not current:
@@ -281,10 +281,5 @@ class Judge:
 
 def judge_task(head: str, engine: str) -> Task:
     """Return the task of a head."""
-    parts = engine_parts(engine)
+    parts = engine_parts("judge", engine)
     return parts.ScalarHead() if head == "scalar" else parts.ScoreTokens()
-
-
-def engine_parts(engine: str) -> Any:
-    """Return the module with the parts of this recipe for an engine."""
-    return importlib.import_module(f"crosstune.recipes.judge.{engine}_parts")

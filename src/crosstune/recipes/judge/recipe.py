@@ -23,12 +23,12 @@ from crosstune.models.folder import longest_context
 from crosstune.recipes.judge.evaluation import defined_metrics, evaluate_items
 from crosstune.recipes.judge.examples import ItemCorpus, encode_items, find_label_tokens
 from crosstune.recipes.judge.items import Item
-from crosstune.recipes.judge.judge import Judge, engine_parts, judge_task
+from crosstune.recipes.judge.judge import Judge, judge_task
 from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
 from crosstune.recipes.judge.rewards import HeadLoss, PairCorpus, encode_pairs
 from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, training_messages
 from crosstune.recipes.preference.data_report import BALANCE, MAX_MEASURED, length_bias
-from crosstune.recipes.sft import TokenRecipe, open_tokenizer
+from crosstune.recipes.sft import TokenRecipe, engine_parts, open_tokenizer
 
 
 class JudgeRecipe(TokenRecipe):
@@ -185,7 +185,9 @@ class RewardRecipe(JudgeRecipe):
         return encode_pairs(items, **self._encoding(name))
 
     def task(self, engine: str) -> Task:
-        return engine_parts(engine).ScalarHead(HeadLoss(of_pairs=True, center=self.config.center_rewards))
+        return engine_parts("judge", engine).ScalarHead(
+            HeadLoss(of_pairs=True, center=self.config.center_rewards)
+        )
 
     @property
     def lengths(self) -> NDArray[np.int64]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +34,7 @@ from crosstune.recipes.preference.losses import ACCURACY, ANSWER_LENGTH, check_o
 from crosstune.recipes.preference.open_pairs import PreferenceCorpus, open_preferences, tokenize
 from crosstune.recipes.preference.reference import complete_reference, model_identity
 from crosstune.recipes.preference.verdicts import Verdicts, reach_of
-from crosstune.recipes.sft import TokenRecipe, open_tokenizer
+from crosstune.recipes.sft import TokenRecipe, engine_parts, open_tokenizer
 
 
 class PreferenceRecipe(TokenRecipe):
@@ -79,8 +78,7 @@ class PreferenceRecipe(TokenRecipe):
         )
 
     def task(self, engine: str) -> Task:
-        module = importlib.import_module(f"crosstune.recipes.preference.{engine}_parts")
-        return module.PreferenceLM(self.loss)
+        return engine_parts("preference", engine).PreferenceLM(self.loss)
 
     def prepare_session(
         self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer

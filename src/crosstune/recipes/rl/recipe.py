@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -44,7 +43,7 @@ from crosstune.recipes.rl.rewards.judged import FindJudge
 from crosstune.recipes.rl.rewards.open_rewards import open_rewards
 from crosstune.recipes.rl.rollouts import Generator, Rollouts, measure
 from crosstune.recipes.rl.verdicts import Verdicts, mean_name
-from crosstune.recipes.sft import TokenRecipe, open_tokenizer
+from crosstune.recipes.sft import TokenRecipe, engine_parts, open_tokenizer
 
 _REWARDS = "rewards"
 """The hash of the rewards among the carried arrays."""
@@ -85,8 +84,7 @@ class RlRecipe(TokenRecipe):
         self.loss = RlLoss.from_config(config)
 
     def task(self, engine: str) -> Task:
-        module = importlib.import_module(f"crosstune.recipes.rl.{engine}_parts")
-        return module.RlLM(self.loss)
+        return engine_parts("rl", engine).RlLM(self.loss)
 
     def prepare_session(
         self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
@@ -262,8 +260,7 @@ class RlRecipe(TokenRecipe):
         following = self.rows(step) if step < self.num_steps() else []
         return self._order().position(-(-step // self.config.num_iterations)) | {"next_examples": following}
 
-    def identity_of(self, part: Sequence[Prompt]) -> str:
-        return identity_of(part)
+    identity_of = staticmethod(identity_of)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
