@@ -14,7 +14,7 @@ from support import chat
 import crosstune
 from crosstune.core.errors import UserError
 from crosstune.models.tiny import tiny_model
-from crosstune.recipes.distill.verdicts import find_problems
+from crosstune.recipes.distill.recipe import find_problems
 
 
 @pytest.fixture(scope="module")

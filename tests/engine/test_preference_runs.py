@@ -20,7 +20,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observers
 from crosstune.data.batches.forked import ForkedBatch
 from crosstune.planner.gather import make_plan
-from crosstune.recipes.preference.batch import make_batch
+from crosstune.recipes.preference.open_pairs import make_batch
 from crosstune.runs.open_parts import find_model, open_session
 from crosstune.runs.open_recipe import open_recipe
 

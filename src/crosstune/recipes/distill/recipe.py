@@ -1,8 +1,9 @@
-"""Distill a teacher into the trained model: the data's tokens, the teacher's distributions for them, and the evaluation."""
+"""Distill a teacher into the trained model: its distributions for the data's tokens or the student's own answers."""
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,18 +16,24 @@ from numpy.typing import NDArray
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, naming, raise_all
 from crosstune.core.events import Observer, Observers, Warned
-from crosstune.core.protocols import Array, Backward, Metrics, Task
+from crosstune.core.protocols import Array, Backward, DividesPrompts, Metrics, Session, Task
+from crosstune.core.sampling import Sampling
 from crosstune.data.batches.row_order import rows_per_evaluation
-from crosstune.data.batches.token_batch import TokenBatch
+from crosstune.data.batches.token_batch import Example, TokenBatch, pad_rows, split_rows
 from crosstune.data.tokens.corpus import Corpus
 from crosstune.files.run_record import read_log
 from crosstune.recipes.distill.losses import Objective
 from crosstune.recipes.distill.teacher import Teacher, num_tokens
-from crosstune.recipes.distill.verdicts import find_problems
 from crosstune.recipes.preference.reference import complete_reference
 from crosstune.recipes.sft import SftRecipe, engine_parts
 
 Floats = NDArray[np.float32]
+CLOSER = 0.95
+"""The fraction of the first divergence below which the student has come closer."""
+CLOSE = 0.02
+"""A student within this divergence, in nats per token, is close."""
+NO_BETTER = 1.0
+"""The teacher's cross entropy relative to the student's, from which the teacher is no better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +184,99 @@ class DistillRecipe(SftRecipe):
         return {} if teacher.is_student else find_problems(evaluations, teacher.name, ce_weight=ce_weight)
 
 
+class OnPolicyRecipe(DistillRecipe):
+    """Distillation with some steps on the student's own answers."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._metrics: dict[str, float] = {}
+        self._most_prompt = max(map(prompt_length, self.train))
+        if self._most_prompt < 2:
+            raise UserError(
+                f"The rows of {self.config.dataset} have no prompts that the student could answer.",
+                why="--on_policy_share trains on its own answers, and every token of a row is supervised.",
+                do="use conversations, or remove --on_policy_share",
+            )
+
+    def is_on_policy(self, step: int) -> bool:
+        """Return True if a step trains on the student's own answers; such steps are spread evenly."""
+        share = self.config.on_policy_share
+        return int((step + 1) * share + 1e-9) > int(step * share + 1e-9)
+
+    def make_batches(self, session: Session, step: int, *, observer: Observer) -> Sequence[DistillBatch]:
+        self._metrics = {"on_policy": float(self.is_on_policy(step))}
+        if not self.is_on_policy(step):
+            return self.micro_batches(step)
+        started = time.perf_counter()
+        asked = [self.train[row[0]] for row in self._order().rows(step)]
+        answers = self._own_answers(
+            session, [one.tokens[: prompt_length(one)].tolist() for one in asked], step=step
+        )
+        examples = [self._with_answer(one, answer) for one, answer in zip(asked, answers, strict=True)]
+        self._metrics["completions/mean_length"] = float(np.mean([len(answer) for answer in answers]))
+        self._metrics["time/generate_s"] = time.perf_counter() - started
+        rows = split_rows(examples, batch_size=self.config.batch_size, pad_id=self.tokenizer.pad_id)
+        return [DistillBatch(tokens=tokens, ce_weight=0.0) for tokens in rows]
+
+    def batch_metrics(self, step: int) -> Metrics:
+        return self._metrics
+
+    def carried_state(self) -> Mapping[str, Array]:
+        """Return nothing: a step depends on the weights and its number."""
+        return {}
+
+    def carry_on(self, state: Mapping[str, Array], *, step: int) -> None:
+        """Load nothing."""
+
+    def longest_row(self) -> int:
+        own = min(self.train.limit, self._most_prompt + self.config.max_new_tokens)
+        return max(super().longest_row(), own)
+
+    def longest_target(self) -> int:
+        return max(super().longest_target(), min(self.train.limit, self.config.max_new_tokens))
+
+    def longest_batch(self, size: int) -> DistillBatch:
+        longest = max(self.train, key=prompt_length)
+        answer = np.full(self.config.max_new_tokens, self.tokenizer.pad_id, dtype=np.int32)
+        own = self._with_answer(longest, answer)
+        if len(own.tokens) <= super().longest_row():
+            return super().longest_batch(size)
+        return DistillBatch(tokens=pad_rows([own] * size, pad_id=self.tokenizer.pad_id), ce_weight=0.0)
+
+    def _own_answers(self, session: Session, prompts: Sequence[Sequence[int]], *, step: int) -> list[Array]:
+        """Return the answers of the student with its current weights. The processes share the distinct prompts."""
+        assert isinstance(session, DividesPrompts), "the task of this recipe generates"
+        distinct = list(dict.fromkeys(map(tuple, prompts)))
+        own = {distinct[number] for number in session.own_prompts(len(distinct))}
+        places = [place for place, prompt in enumerate(prompts) if tuple(prompt) in own]
+        config, shortest = self.config, min(map(len, prompts))
+        found = session.sample(
+            [prompts[place] for place in places],
+            max_new_tokens=min(config.max_new_tokens, self.train.limit - shortest),
+            stop_ids=sorted(self.tokenizer.stop_ids),
+            sampling=Sampling(
+                temperature=config.distill_temperature, seed=((config.seed << 32) + step) % 2**63
+            ),
+        )
+        vectors = {
+            place: np.array(answer.tokens, np.float32) for place, answer in zip(places, found, strict=True)
+        }
+        return [vector.astype(np.int32) for vector in session.gather_vectors(vectors)]
+
+    def _with_answer(self, one: Example, answer: Array) -> Example:
+        """Return a prompt with another answer, within the context."""
+        start, limit = prompt_length(one), self.train.limit
+        tokens = np.concatenate([one.tokens[:start], answer])[:limit]
+        return replace(one, tokens=tokens, supervised=np.arange(len(tokens)) >= start)
+
+
+def prompt_length(one: Example) -> int:
+    """Return the number of tokens before the last answer."""
+    last = int(np.flatnonzero(one.supervised)[-1])
+    before = np.flatnonzero(~one.supervised[:last])
+    return int(before[-1]) + 1 if len(before) else 0
+
+
 def check_options(config: Config) -> Iterator[UserError]:
     """Yield a problem for each option that the recipe does not support."""
     if not config.teacher:
@@ -205,3 +305,33 @@ def check_options(config: Config) -> Iterator[UserError]:
     ):
         if getattr(config, option):
             yield UserError(f"--on_policy_share cannot be combined with --{option}.", why=why)
+
+
+def find_problems(evaluations: Mapping[int, Metrics], teacher: str, *, ce_weight: float) -> dict[str, str]:
+    """Compare the last evaluation with the one before training; return problem -> sentence, empty if it is over."""
+    first, last = evaluations[min(evaluations)], evaluations[max(evaluations)]
+    found = {"teacher is no better": _no_better(first, teacher)}
+    if len(evaluations) > 1:
+        found["student stays away"] = _stays_away(first["kl"], last["kl"], ce_weight)
+    return found
+
+
+def _no_better(first: Metrics, name: str) -> str:
+    teacher, student = first["teacher_cross_entropy"], first["cross_entropy"]
+    if not teacher >= NO_BETTER * student:
+        return ""
+    return (
+        f"on the held-out answers the teacher {name} is no better than the student before training (cross entropy "
+        f"{teacher:.3f} and {student:.3f} per token): check that it knows the chat template and the language of the data, "
+        "or use a better one"
+    )
+
+
+def _stays_away(before: float, after: float, ce_weight: float) -> str:
+    if not after > max(CLOSER * before, CLOSE):
+        return ""
+    less = ", or lower --ce_weight" if ce_weight else ""
+    return (
+        f"the student stays away from the teacher: the held-out divergence is {before:.3f} before training and {after:.3f} "
+        f"now; raise --lr or --lora_rank, train more steps{less}"
+    )

@@ -17,8 +17,8 @@ from crosstune.mlx_engine.forks import can_share_prompts, run_branches
 from crosstune.mlx_engine.task import Arrays, MetricSums
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM, CausalLoss
 from crosstune.mlx_engine.tasks.token_losses import TokenLoss, Weights
-from crosstune.recipes.preference.batch import OTHER, PreferenceBatch
 from crosstune.recipes.preference.losses import PreferenceLoss, loss_and_metrics, metric_names
+from crosstune.recipes.preference.open_pairs import OTHER, PreferenceBatch
 
 
 class ForkedLM(CausalLM):

@@ -28,10 +28,16 @@ from crosstune.data.prompt_rows import prompt_key
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.files.run_record import REFERENCE
 from crosstune.models.folder import folder_shape, longest_context
-from crosstune.recipes.preference.batch import Floats, PreferenceBatch, make_batch
 from crosstune.recipes.preference.data_report import account, describe_answers, pair_warnings
 from crosstune.recipes.preference.losses import ACCURACY, ANSWER_LENGTH, check_options, make_loss
-from crosstune.recipes.preference.open_pairs import PreferenceCorpus, open_preferences, tokenize
+from crosstune.recipes.preference.open_pairs import (
+    Floats,
+    PreferenceBatch,
+    PreferenceCorpus,
+    make_batch,
+    open_preferences,
+    tokenize,
+)
 from crosstune.recipes.preference.reference import complete_reference, model_identity
 from crosstune.recipes.preference.verdicts import Verdicts, reach_of
 from crosstune.recipes.sft import TokenRecipe, engine_parts, open_tokenizer

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from crosstune.core.protocols import Array
-from crosstune.recipes.preference.batch import OTHER, PreferenceBatch
 from crosstune.recipes.preference.losses import PreferenceLoss, loss_and_metrics, metric_names
+from crosstune.recipes.preference.open_pairs import OTHER, PreferenceBatch
 from crosstune.torch_engine import array_functions
 from crosstune.torch_engine.task import MetricSums, Tensors
 from crosstune.torch_engine.tasks.causal_lm import CausalLM, can_share_prompts

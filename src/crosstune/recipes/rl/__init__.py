@@ -10,7 +10,7 @@ from crosstune.config.schema import Config
 from crosstune.estimate.machine import BackendReport
 from crosstune.recipes.rl.read_prompts import TARGETS, columns_of, read_prompts
 from crosstune.recipes.rl.recipe import RlRecipe
-from crosstune.recipes.rl.rewards.check_rewards import check_columns, check_files
+from crosstune.recipes.rl.rewards.open_rewards import check_columns, check_files
 from crosstune.recipes.sft import low_rate
 
 LONGEST_ANSWER = 512

@@ -14,8 +14,8 @@ from crosstune.mlx_engine.task import Arrays, MetricSums
 from crosstune.mlx_engine.tasks.causal_lm import CausalLoss
 from crosstune.mlx_engine.tasks.token_losses import Weights
 from crosstune.recipes.preference.mlx_parts import ForkedLM, ReferenceLoss, detached
-from crosstune.recipes.rl.batch import RolloutBatch
 from crosstune.recipes.rl.losses import RlLoss, loss_and_metrics, metric_names
+from crosstune.recipes.rl.rollouts import RolloutBatch
 
 
 class RlLM(ForkedLM):

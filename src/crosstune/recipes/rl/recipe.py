@@ -35,13 +35,11 @@ from crosstune.data.batches.token_batch import Example, TokenBatch, split_rows
 from crosstune.data.prompt_rows import prompt_key
 from crosstune.data.read.in_memory import name_in_memory
 from crosstune.models.folder import longest_context
-from crosstune.recipes.rl.batch import Rollout, RolloutBatch, make_batch
 from crosstune.recipes.rl.losses import Floats, RlLoss, advantages, log_ratios
 from crosstune.recipes.rl.read_prompts import Prompt, columns_of, identity_of, read_prompts, tokenize
-from crosstune.recipes.rl.rewards.check_rewards import check_columns
 from crosstune.recipes.rl.rewards.judged import FindJudge
-from crosstune.recipes.rl.rewards.open_rewards import open_rewards
-from crosstune.recipes.rl.rollouts import Generator, Rollouts, measure
+from crosstune.recipes.rl.rewards.open_rewards import check_columns, open_rewards
+from crosstune.recipes.rl.rollouts import Generator, Rollout, RolloutBatch, Rollouts, make_batch, measure
 from crosstune.recipes.rl.verdicts import Verdicts, mean_name
 from crosstune.recipes.sft import TokenRecipe, engine_parts, open_tokenizer
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from crosstune.core.protocols import Array
 from crosstune.recipes.preference.torch_parts import ReferenceLM
-from crosstune.recipes.rl.batch import RolloutBatch
 from crosstune.recipes.rl.losses import RlLoss, loss_and_metrics, metric_names
+from crosstune.recipes.rl.rollouts import RolloutBatch
 from crosstune.torch_engine import array_functions
 from crosstune.torch_engine.task import MetricSums, Tensors
 from crosstune.torch_engine.tasks.model_input import ModelInput
