@@ -168,7 +168,7 @@ class DistillRecipe(SftRecipe):
         described, teacher = dict(super().describe()), self.teacher
         if teacher.is_found:
             described["teacher"] = {"name": teacher.name, "identity": teacher.identity}
-            if teacher.has_other_template(self.tokenizer):
+            if teacher.tokenizer.chat_template not in (None, self.tokenizer.chat_template):
                 note = (
                     f"the chat template of the teacher {teacher.name} differs: it reads the conversations in the "
                     "student's template"

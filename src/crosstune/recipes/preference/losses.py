@@ -204,7 +204,10 @@ def loss_and_metrics(
     if not loss.is_paired:
         labels = arrays["labels"]
         losses = kto(log_probs - reference, labels, kl, loss, f)
-        return losses.sum(), measure_singles(log_probs, reference, labels, kl, entropy, beta=loss.beta)
+        return losses.sum(), _measure_singles(log_probs, loss.beta * (log_probs - reference), labels) | {
+            "entropy": entropy,
+            "kl": (kl * len(labels), len(labels)),
+        }
     lengths = arrays["lengths"]
     scores = PairScores(
         chosen=log_probs[::2],
@@ -215,48 +218,41 @@ def loss_and_metrics(
         num_rejected=lengths[1::2],
         mean_chosen=arrays["mean_chosen"],
     )
-    return loss(scores, f).sum(), measure_pairs(scores, entropy, loss)
+    sums = _measure_pairs(scores, loss) | {"entropy": entropy}
+    return loss(scores, f).sum(), {name: sums[name] for name in metric_names(loss)}
 
 
-def measure_pairs(scores: PairScores, entropy: tuple[Any, Any], loss: PreferenceLoss) -> Sums:
-    """Return the sums of the metrics of pairs."""
+def _measure_pairs(scores: PairScores, loss: PreferenceLoss) -> Sums:
     chosen, rejected = scores.chosen - scores.ref_chosen, scores.rejected - scores.ref_rejected
     beta, count = loss.beta, len(chosen)
     good, bad = chosen, rejected
     if set(loss.weights) <= {"orpo", "simpo", "sft"}:  # these compare means over tokens, and so does TRL
         good, bad = chosen / scores.num_chosen, rejected / scores.num_rejected
-    sums = {
-        "rewards/chosen": (beta * good.sum(), count),
-        "rewards/rejected": (beta * bad.sum(), count),
-        "rewards/margins": (beta * (good - bad).sum(), count),
-        ACCURACY: ((good > bad).sum(), count),
-        "logps/chosen": (scores.chosen.sum(), count),
-        "logps/rejected": (scores.rejected.sum(), count),
-        "length/chosen": (scores.num_chosen.sum(), count),
-        "length/rejected": (scores.num_rejected.sum(), count),
+    totals = {
+        "rewards/chosen": beta * good.sum(),
+        "rewards/rejected": beta * bad.sum(),
+        "rewards/margins": beta * (good - bad).sum(),
+        ACCURACY: (good > bad).sum(),
+        "logps/chosen": scores.chosen.sum(),
+        "logps/rejected": scores.rejected.sum(),
+        "length/chosen": scores.num_chosen.sum(),
+        "length/rejected": scores.num_rejected.sum(),
+    }
+    return {name: (total, count) for name, total in totals.items()} | {
         "sft_loss": (-scores.chosen.sum(), scores.num_chosen.sum()),
-        "entropy": entropy,
         "kl": ((chosen + rejected).sum(), 2 * count),
     }
-    return {name: sums[name] for name in metric_names(loss)}
 
 
-def measure_singles(
-    log_probs: Any, reference: Any, labels: Any, kl: Any, entropy: tuple[Any, Any], *, beta: float
-) -> Sums:
-    """Return the sums of the metrics of single answers: those with label 1 count as chosen, the others as rejected."""
-    rewards = beta * (log_probs - reference)
-    good, bad = labels, 1 - labels
-    num_good, num_bad = good.sum(), bad.sum()
-    return {
-        "rewards/chosen": ((rewards * good).sum(), num_good),
-        "rewards/rejected": ((rewards * bad).sum(), num_bad),
-        "logps/chosen": ((log_probs * good).sum(), num_good),
-        "logps/rejected": ((log_probs * bad).sum(), num_bad),
-        ACCURACY: ((((rewards > 0) * good) + ((rewards < 0) * bad)).sum(), len(labels)),
-        "entropy": entropy,
-        "kl": (kl * len(labels), len(labels)),
-    }
+def _measure_singles(log_probs: Any, rewards: Any, labels: Any) -> Sums:
+    """Return the sums for single answers: those with label 1 count as chosen, the others as rejected."""
+    found: Sums = {}
+    for side, marks in (("chosen", labels), ("rejected", 1 - labels)):
+        count = marks.sum()
+        found[f"rewards/{side}"] = ((rewards * marks).sum(), count)
+        found[f"logps/{side}"] = ((log_probs * marks).sum(), count)
+    right = ((rewards > 0) * labels) + ((rewards < 0) * (1 - labels))
+    return found | {ACCURACY: (right.sum(), len(labels))}
 
 
 def make_loss(config: Config) -> PreferenceLoss:

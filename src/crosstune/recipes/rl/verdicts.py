@@ -69,8 +69,11 @@ class Verdicts:
         first, last = evaluations[min(evaluations)], evaluations[max(evaluations)]
 
         def value(one: Metrics, name: str) -> _Values:
-            count = num_scored(one, name, num=num)
-            error = one.get(deviation_name(name), math.nan) / math.sqrt(count) if count > 1 else math.nan
+            missing, deviation = "completions/unscored_ratio", "reward_std"
+            if name:
+                missing, deviation = f"rewards/{name}/failed", f"rewards/{name}/std"
+            count = round(num * (1 - one.get(missing, 0.0)))
+            error = one.get(deviation, math.nan) / math.sqrt(count) if count > 1 else math.nan
             return _Values(one.get(mean_name(name), math.nan), error)
 
         def values(name: str) -> tuple[_Values, _Values]:
@@ -169,13 +172,3 @@ def _rises(first: _Values, last: _Values) -> bool:
 def mean_name(name: str) -> str:
     """Return the metric of a reward's mean; of their weighted sum for an empty name."""
     return f"rewards/{name}/mean" if name else "reward"
-
-
-def deviation_name(name: str) -> str:
-    return f"rewards/{name}/std" if name else "reward_std"
-
-
-def num_scored(metrics: Metrics, name: str, *, num: int) -> int:
-    """Return how many of `num` answers have a score."""
-    missing = metrics.get(f"rewards/{name}/failed" if name else "completions/unscored_ratio", 0.0)
-    return round(num * (1 - missing))
