@@ -70,23 +70,51 @@ class Question:
     pictures: Sequence[Picture] = ()
 
 
-class TokenRecipe:
-    """The order, batches and sizes of tokenized rows, shared by the recipes that train language models."""
+class OrderedRecipe:
+    """The order of the training examples, which depends on the options and the step number only."""
+
+    config: Config
+    train: Any
+    """The training examples: tokenized conversations, or groups of them, such as pairs."""
+    packed: PackedOrder | None = None
+    mixture: Mixture | None = None
+
+    def configure(self, config: Config) -> None:
+        self.config = config
+
+    def num_rows(self) -> int:
+        return self.packed.num_rows(1) if self.packed is not None else len(self.train)
+
+    def num_steps(self) -> int:
+        return self._order().num_steps()
+
+    def rows(self, step: int) -> list[int]:
+        return [place for row in self._order().rows(step) for place in row]
+
+    def order(self) -> Mapping[str, Any]:
+        return self._order().identity()
+
+    def position(self, step: int) -> Mapping[str, Any]:
+        return self._order().position(step)
+
+    def _order(self) -> RowOrder:
+        return RowOrder.from_config(
+            self.config, num_examples=len(self.train), packed=self.packed, mixture=self.mixture
+        )
+
+
+class TokenRecipe(OrderedRecipe):
+    """The batches and sizes of tokenized rows, shared by the recipes that train language models."""
 
     weight_name = "supervised_tokens"
-    config: Config
     observer: Observer
     tokenizer: Tokenizer
     data: Any
     """The rows as read; `skipped` has the rows that cannot be read, as JSON text: file, line and reason."""
     corpus: Corpus
     """The tokenized conversations of training."""
-    train: Any
-    """The training examples: the corpus, or groups of its rows, such as pairs."""
     held_out: Any = None
     """The examples of an evaluation; None or empty if nothing is evaluated."""
-    packed: PackedOrder | None = None
-    mixture: Mixture | None = None
 
     def batch(self, part: Any, rows: Sequence[Sequence[int]], **options: Any) -> Any:
         """Return a micro-batch: in each row the examples of `part`, training or held out, at these indices."""
@@ -96,9 +124,6 @@ class TokenRecipe:
         """Return a hash of the training or held-out examples."""
         raise NotImplementedError
 
-    def configure(self, config: Config) -> None:
-        self.config = config
-
     @property
     def lengths(self) -> NDArray[np.int64]:
         """The number of tokens of each training example."""
@@ -107,9 +132,6 @@ class TokenRecipe:
     def longest_row(self) -> int:
         lengths = self.lengths
         return int(lengths.max() if self.packed is None else min(lengths.sum(), self.packed.capacity))
-
-    def num_rows(self) -> int:
-        return self.packed.num_rows(1) if self.packed is not None else len(self.train)
 
     def longest_target(self) -> int:
         return int(self.corpus.num_supervised.max()) if self.packed is None else self.longest_row()
@@ -139,23 +161,9 @@ class TokenRecipe:
         rows, size = [[place] for place in range(len(self.held_out))], rows_per_evaluation(self.config)
         return reporting(self.batches(self.held_out, rows, size=size), -(-len(rows) // size), observer)
 
-    def num_steps(self) -> int:
-        return self._order().num_steps()
-
-    def rows(self, step: int) -> list[int]:
-        return [self.corpus[place].index for row in self._order().rows(step) for place in row]
-
-    def order(self) -> Mapping[str, Any]:
-        return self._order().identity()
-
     def position(self, step: int) -> Mapping[str, Any]:
         following = self.rows(step) if step < self.num_steps() else []
-        return self._order().position(step) | {"next_examples": following}
-
-    def _order(self) -> RowOrder:
-        return RowOrder.from_config(
-            self.config, num_examples=len(self.train), packed=self.packed, mixture=self.mixture
-        )
+        return super().position(step) | {"next_examples": following}
 
     def parts(self) -> dict[str, Any]:
         """Return the training examples, and the held-out examples if there are any."""
@@ -253,6 +261,9 @@ class SftRecipe(TokenRecipe):
             return max(patches.values(), default=0)
         rows = self.packed.rows(0, min(self.num_rows(), _ROWS_SEARCHED))
         return max(sum(patches.get(place, 0) for place in row.tolist()) for row in rows)
+
+    def rows(self, step: int) -> list[int]:
+        return [self.corpus[place].index for place in super().rows(step)]
 
     def batch(self, part: Corpus, rows: Sequence[Sequence[int]], **options: Any) -> Any:
         examples, pad_id = [[part[place] for place in row] for row in rows], self.tokenizer.pad_id

@@ -83,6 +83,10 @@ class JudgeRecipe(TokenRecipe):
     def task(self, engine: str) -> Task:
         return judge_task(self.config.head, engine)
 
+    def rows(self, step: int) -> list[int]:
+        places = super().rows(step)  # of rewards: pairs
+        return places if isinstance(self.train, PairCorpus) else [self.corpus[at].index for at in places]
+
     def batch(self, part: Any, rows: Sequence[Sequence[int]], **options: Any) -> Any:
         by_rows = self.config.head == "scalar"
         return part.batch([place for [place] in rows], pad_id=self.tokenizer.pad_id, by_rows=by_rows)
@@ -192,9 +196,6 @@ class RewardRecipe(JudgeRecipe):
     @property
     def lengths(self) -> NDArray[np.int64]:
         return self.train.lengths
-
-    def rows(self, step: int) -> list[int]:
-        return [place for row in self._order().rows(step) for place in row]
 
     def describe(self) -> Mapping[str, Any]:
         described = dict(super().describe())

@@ -13,7 +13,7 @@ from crosstune.config.schema import Config
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.core.weights import averaged
-from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
+from crosstune.data.batches.row_order import rows_per_evaluation
 from crosstune.recipes.latent_diffusion.batch import PairBatch, divide_batch, draw, make_batch
 from crosstune.recipes.latent_diffusion.evaluation import (
     cosine,
@@ -30,12 +30,13 @@ from crosstune.recipes.latent_diffusion.settings import (
     make_modes,
     make_settings,
 )
+from crosstune.recipes.sft import OrderedRecipe
 
 _EVALUATION = 2**40
 """The step number for the noise of evaluations."""
 
 
-class LatentDiffusionRecipe:
+class LatentDiffusionRecipe(OrderedRecipe):
     weight_name = "examples"
 
     def __init__(self, config: Config, pairs: PairFolder) -> None:
@@ -92,26 +93,8 @@ class LatentDiffusionRecipe:
             pairs, rows, drawn, text_weight=config.text_loss_weight, latent_weight=config.latent_loss_weight
         )
 
-    def rows(self, step: int) -> list[int]:
-        return [example for row in self._order().rows(step) for example in row]
-
-    def num_steps(self) -> int:
-        return self._order().num_steps()
-
-    def order(self) -> Mapping[str, Any]:
-        return self._order().identity()
-
-    def position(self, step: int) -> Mapping[str, Any]:
-        return self._order().position(step)
-
-    def _order(self) -> RowOrder:
-        return RowOrder.from_config(self.config, num_examples=len(self.train))
-
     def longest_row(self) -> int:
         return int(self.train.lengths.max())
-
-    def num_rows(self) -> int:
-        return len(self.train)
 
     def longest_target(self) -> int:
         return self.longest_row()
@@ -129,9 +112,6 @@ class LatentDiffusionRecipe:
             width=width,
             recompute=recompute,
         )
-
-    def configure(self, config: Config) -> None:
-        self.config = config
 
     def identity(self) -> str:
         facts = f"{self.pairs.identity('train')} {len(self.train)} {self.pairs.vocabulary.digest}"

@@ -154,9 +154,6 @@ class PreferenceRecipe(TokenRecipe):
             return self.longest_row()
         return int(self.corpus.num_supervised.max()) * (2 if self.loss.is_paired else 1)
 
-    def rows(self, step: int) -> list[int]:
-        return [place for row in self._order().rows(step) for place in row]
-
     def batches(
         self, part: PreferenceCorpus, rows: Sequence[Sequence[int]], *, size: int, **options: Any
     ) -> Iterator[PreferenceBatch]:

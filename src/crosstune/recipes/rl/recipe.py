@@ -115,7 +115,7 @@ class RlRecipe(TokenRecipe):
     def _generate(self, session: Any, number: int) -> Rollouts:
         """Return the answers of a generation, with their log probabilities before the first step on them."""
         config = self.config
-        places = [place for row in self._order().rows(number) for place in row]
+        places = self.rows(number * config.num_iterations)
         found = self._generator(session, self.train).generate(places, number=number)
         if config.num_iterations > 1 or self.loss.has_kl_reward:
             found = self._with_log_probs(session, found, "old")
@@ -244,15 +244,11 @@ class RlRecipe(TokenRecipe):
         return steps if self.config.max_steps == -1 else min(steps, self.config.max_steps)
 
     def rows(self, step: int) -> list[int]:
-        return [place for row in self._order().rows(step // self.config.num_iterations) for place in row]
+        return super().rows(step // self.config.num_iterations)
 
     def order(self) -> Mapping[str, Any]:
-        config = self.config
-        return {
-            **self._order().identity(),
-            "num_generations": config.num_generations,
-            "num_iterations": config.num_iterations,
-        }
+        names = ("num_generations", "num_iterations")
+        return {**super().order(), **{name: getattr(self.config, name) for name in names}}
 
     def position(self, step: int) -> Mapping[str, Any]:
         following = self.rows(step) if step < self.num_steps() else []
