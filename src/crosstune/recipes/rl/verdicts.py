@@ -136,13 +136,15 @@ class Verdicts:
         share = self._mean_of("completions/clipped_ratio", self._recent)
         if not share > CUT:
             return ""
-        effect, do = " before they end", ", or leave cut answers out with --mask_truncated"
-        if self.masks_cut:
-            effect, do = ", and --mask_truncated leaves them out of the loss, so little is learned", ""
-        return (
-            f"{share:.0%} of the answers are cut at {self.max_new_tokens} tokens{effect}: raise --max_new_tokens, or ask for "
-            f"short answers in the prompts{do}"
+        effect, do = (
+            " before they end",
+            "ask for short answers in the prompts, or leave cut answers out with --mask_truncated",
         )
+        if self.masks_cut:
+            effect = ", and --mask_truncated leaves them out of the loss, so little is learned"
+            do = "or ask for short answers in the prompts"
+        start = f"{share:.0%} of the answers are cut at {self.max_new_tokens} tokens{effect}"
+        return f"{start}: raise --max_new_tokens, {do}"
 
     def _failing(self, name: str) -> str:
         recent = list(self._recent)[-RECENT_STEPS // 2 :]
