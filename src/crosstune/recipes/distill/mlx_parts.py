@@ -43,7 +43,7 @@ class DistillLM(CausalLM):
 
     def prepare_loss(self, model: nn.Module) -> CausalLoss:
         first = self.teacher.is_base(self.opening.plan)
-        self.prepared = DistillLoss(model, self.objective, keeps_first=first)
+        self.prepared = self._loss = DistillLoss(model, self.objective, keeps_first=first)
         return self.prepared
 
     def arrays(self, batch: DistillBatch) -> Mapping[str, Array]:  # type: ignore[override]
@@ -80,11 +80,6 @@ class DistillLM(CausalLM):
         return [
             vector.reshape(-1, columns)[:weight] for vector, weight in zip(found, weights, strict=True)
         ]  # without the padding of compiled steps
-
-    @property
-    def _loss(self) -> DistillLoss:
-        assert isinstance(self.prepared, DistillLoss)
-        return self.prepared
 
     def _open(self) -> None:
         """Open the teacher, unless it is open or is the base under the adapters."""

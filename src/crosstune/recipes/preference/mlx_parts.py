@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -66,22 +66,19 @@ class PreferenceLM(ForkedLM):
 
     def prepare_loss(self, model: nn.Module) -> CausalLoss:
         self.find_sharing(model)
-        self.prepared = AnswerLoss(model, self.preference)
+        self.prepared = self.answers = AnswerLoss(model, self.preference)
         return self.prepared
 
     def forget_reference(self) -> None:
         """Free the initial weights, once all log probabilities of the reference are known."""
-        assert isinstance(self.prepared, AnswerLoss)
-        self.prepared.forget_reference()
+        self.answers.reference = {}
 
     def arrays(self, batch: PreferenceBatch) -> Mapping[str, Array]:  # type: ignore[override]
         return batch.arrays(self.token_arrays)
 
     def answer_log_probs(self, session: Any, batches: Iterable[PreferenceBatch]) -> list[Array]:
         """Return the log probabilities of the answers of each batch; for single answers, the other answers after them."""
-        loss = self.prepared
-        assert isinstance(loss, AnswerLoss)
-        return session.map_batches(batches, loss.answer_log_probs)
+        return session.map_batches(batches, self.answers.answer_log_probs)
 
 
 class ReferenceLoss(TokenLoss):
@@ -89,17 +86,7 @@ class ReferenceLoss(TokenLoss):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._reference = self.trained_weights()
-
-    def forget_reference(self) -> None:
-        self._reference = {}
-
-    def of_reference(
-        self, arrays: Arrays, weights: Weights, compute: Callable[[Arrays, Weights], mx.array]
-    ) -> mx.array:
-        """Return `compute` of the model with its initial weights, without dropout and gradients."""
-        with self.other_weights(self._reference, weights):
-            return mx.stop_gradient(compute(arrays, self._reference))
+        self.reference = self.trained_weights()
 
     def token_log_probs(
         self, feed: Arrays, weights: Weights, *, temperature: float = 1.0
@@ -189,9 +176,8 @@ class AnswerLoss(ReferenceLoss):
         return total, ((entropies * counted).sum(), counted.sum())
 
     def _of_reference(self, arrays: Arrays, weights: Weights, *, prefix: str = "") -> mx.array:
-        return self.of_reference(
-            arrays, weights, lambda given, initial: self._log_probs(given, initial, prefix=prefix)[0]
-        )
+        with self.other_weights(self.reference, weights):
+            return mx.stop_gradient(self._log_probs(arrays, self.reference, prefix=prefix)[0])
 
 
 def detached(sums: Mapping[str, tuple[Any, Any]]) -> MetricSums:

@@ -27,9 +27,9 @@ class RlLM(ForkedLM):
 
     def prepare_loss(self, model: nn.Module) -> CausalLoss:
         self.find_sharing(model)
-        self.prepared = AnswerTokensLoss(model, self.rl)
+        self.prepared = self.answers = AnswerTokensLoss(model, self.rl)
         if not self.rl.beta:
-            self.prepared.forget_reference()
+            self.answers.reference = {}
         return self.prepared
 
     def arrays(self, batch: Any) -> Mapping[str, Array]:
@@ -40,9 +40,8 @@ class RlLM(ForkedLM):
         self, session: Any, batches: Sequence[RolloutBatch], *, reference: bool
     ) -> list[Array]:
         """Return the log probabilities of the tokens of each batch, under the model or its reference."""
-        loss = self.prepared
-        assert isinstance(loss, AnswerTokensLoss)
-        found = session.map_batches(batches, loss.of_reference_tokens if reference else loss.of_tokens)
+        compute = self.answers.of_reference_tokens if reference else self.answers.of_tokens
+        found = session.map_batches(batches, compute)
         counts = [len(batch.of_tokens["sampler"]) for batch in batches]
         return [vector[:count] for vector, count in zip(found, counts, strict=True)]
 
@@ -58,7 +57,8 @@ class AnswerTokensLoss(ReferenceLoss):
         return self._log_probs(arrays, self.trained_weights())
 
     def of_reference_tokens(self, arrays: Arrays) -> mx.array:
-        return self.of_reference(arrays, self.trained_weights(), self._log_probs)
+        with self.other_weights(self.reference, self.trained_weights()):
+            return mx.stop_gradient(self._log_probs(arrays, self.reference))
 
     def _log_probs(self, arrays: Arrays, weights: Weights) -> mx.array:
         return self.token_log_probs(arrays, weights, temperature=self.rl.temperature)[0]
