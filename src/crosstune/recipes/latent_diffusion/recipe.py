@@ -70,23 +70,15 @@ class LatentDiffusionRecipe(OrderedRecipe):
         return list(divide_batch(batch, size=self.config.batch_size))
 
     def _batch(
-        self,
-        pairs: Pairs,
-        rows: Any,
-        step: int,
-        *,
-        shares: Mapping[str, float],
-        dropped: float = 0.0,
-        latent_noise: float = 0.0,
+        self, pairs: Pairs, rows: Any, step: int, *, shares: Mapping[str, float], **noise: float
     ) -> PairBatch:
         drawn = draw(
             np.asarray(pairs.lengths[rows], np.int32),
             max_tokens=self.pairs.max_tokens,
             dim=self.pairs.dim,
             shares=shares,
-            dropped=dropped,
             key=(self.config.seed, step),
-            latent_noise=latent_noise,
+            **noise,
         )
         config = self.config
         return make_batch(

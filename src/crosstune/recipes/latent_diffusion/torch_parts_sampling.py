@@ -104,7 +104,6 @@ class Sampler:
             max_tokens=tokens.shape[1],
             dim=latents.shape[1],
             shares={"l2t": 1.0},
-            dropped=0.0,
             key=key,
         )
         masked = torch.from_numpy(drawn.masked).to(tokens.device)

@@ -62,7 +62,6 @@ def open_trained(path: Path, *, device: str | None = None, encoder: str | None =
 
     return Trained(
         folder=folder,
-        settings=settings,
         facts=facts,
         encoder=encoder,
         device=device,
@@ -74,7 +73,6 @@ def open_trained(path: Path, *, device: str | None = None, encoder: str | None =
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     folder: Path
-    settings: ModelSettings
     facts: dict[str, Any]
     """The trained modes and the encoder's record."""
     encoder: str | None
@@ -82,6 +80,10 @@ class Trained:
     device: str | None
     vocabulary: Vocabulary
     sampler: Sampler
+
+    @property
+    def settings(self) -> ModelSettings:
+        return self.sampler.settings
 
     def check_mode(self, needed: str) -> None:
         """Raise if the model was not trained for a mode. Unconditional training includes the other two."""
