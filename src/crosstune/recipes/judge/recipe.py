@@ -132,9 +132,10 @@ class JudgeRecipe(TokenRecipe):
         def show(done: int, total: int) -> None:
             observer.on_event(Evaluating(done=done, total=total, what="items"))
 
-        items = list(self.held_out.items)
+        items, size = list(self.held_out.items), rows_per_evaluation(self.config)
+        rows = [[place] for place in range(len(items))]
         with averaged(session):  # verdicts and loss of the same weights
-            result = session.evaluate(self.held_out_batches(observer))
+            result = session.evaluate(self.batches(self.held_out, rows, size=size))
             verdicts = judge.judge(items, progress=show)
             samples = self._samples(judge, items[: self.config.num_samples])
         report = evaluate_items(items, verdicts, scale=self.verdict.scale, intervals=False)
