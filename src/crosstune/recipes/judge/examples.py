@@ -19,7 +19,6 @@ from crosstune.data.read.formats import as_messages, has_empty_answer, tools_of
 from crosstune.data.read.sources import Source
 from crosstune.data.render.rendering import encode_conversation
 from crosstune.data.tokens.corpus import Corpus, open_corpus
-from crosstune.data.tokens.encode import OnProgress
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.metrics import Floats, log_softmax
@@ -31,25 +30,21 @@ _QUESTION = [{"role": "user", "content": "Rate the answer."}]
 
 def encode_items(
     items: Sequence[Item],
+    tokenizer: Tokenizer,
     *,
+    config: Config,
     verdict: VerdictFormat,
     tokens: LabelTokens,
-    tokenizer: Tokenizer,
-    config: Config,
-    name: str,
-    model_limit: int | None,
-    progress: OnProgress | None = None,
+    **options: Any,
 ) -> ItemCorpus:
     """Tokenize conversations with their verdicts. A score between two labels becomes a soft label, if --soft_scores."""
     corpus = _corpus(
         [{"messages": training_messages(item, verdict)} for item in items],
         tokenizer,
-        name=name,
         context_length=config.context_length,
         truncation=config.truncation,
-        model_limit=model_limit,
-        progress=progress,
         place=lambda number: f"item {items[number - 1].id}",
+        **options,
     )
     kept = [items[place] for place in corpus.rows().tolist()]
     return ItemCorpus(
@@ -60,6 +55,7 @@ def encode_items(
             for place, item in enumerate(kept)
         ],
         targets=np.array([_target(item, verdict) for item in kept], np.float32),
+        by_rows=config.head == "scalar",
     )
 
 
@@ -112,14 +108,14 @@ def encode_answers(items: Sequence[Item], *, tokenizer: Tokenizer) -> list[list[
         )
         found |= dict(zip(others, corpus, strict=True))
     return [
-        found[place].tokens[: reward_place(found[place], tokenizer) + 1].tolist()
+        found[place].tokens[: reward_place(found[place], tokenizer.pad_id) + 1].tolist()
         for place in range(len(rows))
     ]
 
 
-def reward_place(example: Example, tokenizer: Tokenizer) -> int:
+def reward_place(example: Example, pad_id: int) -> int:
     """Return the last token that is not the padding token, where a sequence classifier of transformers reads its output."""
-    return int(np.flatnonzero(example.tokens != tokenizer.pad_id)[-1])
+    return int(np.flatnonzero(example.tokens != pad_id)[-1])
 
 
 def soft_label(
@@ -177,8 +173,7 @@ class JudgeBatch(TokenBatch):
     """The score of each row as a fraction of the scale."""
     ends: IntArray
     """The last token of each prompt, before the verdict."""
-    by_rows: bool = False
-    """True if the loss is a sum over rows (scalar head)."""
+    by_rows: bool
 
     @property
     def weight(self) -> int:
@@ -204,11 +199,13 @@ class ItemCorpus:
     """The soft label of each example; None if it has a single label."""
     targets: NDArray[np.float32]
     """The score of each example as a fraction of the scale."""
+    by_rows: bool = False
+    """True if the loss is a sum over rows (scalar head)."""
 
     def __len__(self) -> int:
         return len(self.corpus)
 
-    def batch(self, places: Sequence[int], *, pad_id: int, by_rows: bool = False) -> JudgeBatch:
+    def batch(self, places: Sequence[int], *, pad_id: int) -> JudgeBatch:
         rows = [self.corpus[place] for place in places]
         plain = pad_rows(rows, pad_id=pad_id)
         others, shares = plain.targets.copy(), np.zeros(plain.targets.shape, dtype=np.float32)
@@ -223,13 +220,14 @@ class ItemCorpus:
             shares=shares,
             scores=self.targets[list(places)],
             ends=np.array([int(row.supervised.argmax()) - 1 for row in rows], dtype=np.int32),
-            by_rows=by_rows,
+            by_rows=self.by_rows,
         )
 
     def ordered(self, places: NDArray[np.int64]) -> ItemCorpus:
         """Return the examples at these indices, in their order."""
         chosen = places.tolist()
-        return ItemCorpus(
+        return dataclasses.replace(
+            self,
             corpus=self.corpus.part(places),
             items=[self.items[place] for place in chosen],
             soft=[self.soft[place] for place in chosen],

@@ -34,6 +34,9 @@ from crosstune.recipes.sft import TokenRecipe, engine_parts, open_tokenizer
 class JudgeRecipe(TokenRecipe):
     """The tokenized items of one run, and their evaluation."""
 
+    temperature = 1.0
+    """Of the labels' probabilities; fitted in each evaluation."""
+
     def __init__(
         self,
         config: Config,
@@ -55,22 +58,19 @@ class JudgeRecipe(TokenRecipe):
             self._balance()
         self.corpus = self.train.corpus
         self.held_out = self._encode(self.data.val, "validation") if self.data.val else None
-        self.temperature = 1.0
         if config.head == "scalar":
-            self.weight_name = "examples"
+            self.weight_name = "pairs" if self.settings.is_reward else "examples"
 
     def _encode(self, items: Sequence[Item], name: str) -> ItemCorpus | PairCorpus:
-        return encode_items(items, verdict=self.verdict, tokens=self.tokens, **self._encoding(name))
-
-    def _encoding(self, name: str) -> dict[str, Any]:
-        """Return the options of a tokenization."""
-        return {
-            "tokenizer": self.tokenizer,
+        given: dict[str, Any] = {
             "config": self.config,
             "name": f"the {name} items of {self.config.dataset}",
             "model_limit": self._limit,
             "progress": self.show_tokenizing(name),
         }
+        if self.settings.is_reward:
+            return encode_pairs(items, self.tokenizer, **given)
+        return encode_items(items, self.tokenizer, verdict=self.verdict, tokens=self.tokens, **given)
 
     def _balance(self) -> None:
         """Sort the examples by label for a mixture that draws every label equally often."""
@@ -88,8 +88,7 @@ class JudgeRecipe(TokenRecipe):
         return places if isinstance(self.train, PairCorpus) else [self.corpus[at].index for at in places]
 
     def batch(self, part: Any, rows: Sequence[Sequence[int]], **options: Any) -> Any:
-        by_rows = self.config.head == "scalar"
-        return part.batch([place for [place] in rows], pad_id=self.tokenizer.pad_id, by_rows=by_rows)
+        return part.batch([place for [place] in rows], pad_id=self.tokenizer.pad_id)
 
     def identity(self) -> str:
         return hashlib.sha256(f"{self.config.head} {self.train.identity()}".encode()).hexdigest()
@@ -147,19 +146,14 @@ class JudgeRecipe(TokenRecipe):
         return Judge(
             session=session,
             tokenizer=self.tokenizer,
-            settings=self.settings(),
+            settings=self.settings,
             max_tokens=self._limit,
             batch_size=rows_per_evaluation(self.config, at_least=16),
         )
 
+    @property
     def settings(self) -> JudgeSettings:
-        return JudgeSettings(
-            verdict=self.verdict.name,
-            scale=str(self.verdict.scale),
-            explains=self.verdict.explains,
-            head=self.config.head,
-            temperature=self.temperature,
-        )
+        return self.verdict.settings(head=self.config.head, temperature=self.temperature)
 
     def _samples(self, judge: Judge, items: Sequence[Item]) -> list[Sample]:
         if not items or self.config.head == "scalar":
@@ -174,20 +168,13 @@ class JudgeRecipe(TokenRecipe):
     def complete_result(self, folder: Path) -> None:
         """Write the tokenizer and the judge's settings into the folder of the weights."""
         super().complete_result(folder)
-        self.settings().write(folder)
+        self.settings.write(folder)
 
 
 class RewardRecipe(JudgeRecipe):
     """The tokenized pairs of a reward model, learned with the Bradley-Terry loss, and their evaluation."""
 
     train: PairCorpus
-
-    def __init__(self, config: Config, **options: Any) -> None:
-        super().__init__(config, **options)
-        self.weight_name = "pairs"
-
-    def _encode(self, items: Sequence[Item], name: str) -> PairCorpus:
-        return encode_pairs(items, **self._encoding(name))
 
     def task(self, engine: str) -> Task:
         return engine_parts("judge", engine).ScalarHead(

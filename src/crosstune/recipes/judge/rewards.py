@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.config.schema import Config
 from crosstune.data.batches.token_batch import IntArray, pad_rows
 from crosstune.data.tokens.corpus import Corpus
-from crosstune.data.tokens.encode import OnProgress
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.judge.examples import as_preference, reward_place
 from crosstune.recipes.judge.items import Item, swapped
@@ -74,7 +72,6 @@ class PairCorpus:
 
     pairs: PreferenceCorpus
     items: Sequence[Item]
-    tokenizer: Tokenizer
 
     def __len__(self) -> int:
         return len(self.items)
@@ -90,12 +87,12 @@ class PairCorpus:
         lengths, first = self.corpus.lengths(), self.pairs.first
         return np.asarray(lengths[first] + lengths[first + 1], np.int64)
 
-    def batch(self, places: Sequence[int], *, pad_id: int, by_rows: bool = True) -> RewardBatch:
+    def batch(self, places: Sequence[int], *, pad_id: int) -> RewardBatch:
         rows = [example for place in places for example in self.pairs[place].examples]
         plain = pad_rows(rows, pad_id=pad_id)
         return RewardBatch(
             input_ids=plain.input_ids,
-            ends=np.array([reward_place(row, self.tokenizer) for row in rows], dtype=np.int32),
+            ends=np.array([reward_place(row, pad_id) for row in rows], dtype=np.int32),
             scores=np.array([self.items[place].margin for place in places], dtype=np.float32),
             num_tokens=plain.num_tokens,
         )
@@ -107,27 +104,11 @@ class PairCorpus:
         return sha.hexdigest()
 
 
-def encode_pairs(
-    items: Sequence[Item],
-    *,
-    tokenizer: Tokenizer,
-    config: Config,
-    name: str,
-    model_limit: int | None,
-    progress: OnProgress | None = None,
-) -> PairCorpus:
-    """Tokenize the conversation with each answer of the pairs."""
+def encode_pairs(items: Sequence[Item], tokenizer: Tokenizer, **options: Any) -> PairCorpus:
+    """Tokenize the conversation with each answer of the pairs. `options`: see `tokenize`."""
     ordered = [item if item.winner == "A" else swapped(item) for item in items]
     found = [replace(as_preference(item), place=f"item {item.id}") for item in ordered]
     item_of = {id(one): item for one, item in zip(found, items, strict=True)}
-    pairs = tokenize(
-        found,
-        tokenizer,
-        config=config,
-        name=name,
-        model_limit=model_limit,
-        progress=progress,
-        ways=("drop",),
-    )
+    pairs = tokenize(found, tokenizer, ways=("drop",), **options)
     kept = [item_of[id(one)] for one in pairs.preferences]
-    return PairCorpus(pairs=pairs, items=kept, tokenizer=tokenizer)
+    return PairCorpus(pairs=pairs, items=kept)

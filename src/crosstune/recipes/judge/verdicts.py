@@ -71,6 +71,10 @@ class VerdictFormat:
             return f"/{write_number(self.scale.high)}"
         return ("," if self.explains else "}") if self.name == "json" else ""
 
+    def settings(self, **more: Any) -> JudgeSettings:
+        """Return the settings of a judge with this format."""
+        return JudgeSettings(verdict=self.name, scale=str(self.scale), explains=self.explains, **more)
+
     def request(self) -> str:
         """Return the sentence of the prompt that asks for the verdict."""
         low, high = write_number(self.scale.low), write_number(self.scale.high)
