@@ -26,7 +26,6 @@ from crosstune.data.batches.epoch_order import Mixture
 from crosstune.data.batches.packing import PackedOrder
 from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
 from crosstune.data.batches.token_batch import (
-    TokenBatch,
     add_noise,
     pack_rows,
     pad_rows,
@@ -282,7 +281,7 @@ class SftRecipe(TokenRecipe):
         module = importlib.import_module(f"crosstune.{engine}_engine.tasks.{name}")
         return getattr(module, kind)()
 
-    def micro_batches(self, step: int) -> list[TokenBatch]:
+    def micro_batches(self, step: int) -> list[Any]:
         batches, alpha = super().micro_batches(step), self.config.neftune_alpha
         return add_noise(batches, alpha=alpha, seed=self.config.seed, step=step) if alpha else batches
 

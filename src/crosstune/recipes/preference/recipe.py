@@ -160,7 +160,12 @@ class PreferenceRecipe(TokenRecipe):
         return super().batches(part, rows, size=size, mean_chosen=_mean_chosen(part, rows))
 
     def batch(
-        self, part: PreferenceCorpus, rows: Sequence[Sequence[int]], *, mean_chosen: float | None = None
+        self,
+        part: PreferenceCorpus,
+        rows: Sequence[Sequence[int]],
+        *,
+        mean_chosen: float | None = None,
+        **options: Any,
     ) -> PreferenceBatch:
         """Make a batch from rows of indices. `mean_chosen`: for the whole step, if this is a part of it."""
         return make_batch(

@@ -254,7 +254,8 @@ class RlRecipe(TokenRecipe):
         following = self.rows(step) if step < self.num_steps() else []
         return self._order().position(-(-step // self.config.num_iterations)) | {"next_examples": following}
 
-    identity_of = staticmethod(identity_of)
+    def identity_of(self, part: Sequence[Prompt]) -> str:
+        return identity_of(part)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
