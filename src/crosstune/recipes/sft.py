@@ -25,11 +25,7 @@ from crosstune.core.weights import averaged
 from crosstune.data.batches.epoch_order import Mixture
 from crosstune.data.batches.packing import PackedOrder
 from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
-from crosstune.data.batches.token_batch import (
-    add_noise,
-    pack_rows,
-    pad_rows,
-)
+from crosstune.data.batches.token_batch import add_noise, pack_rows, pad_rows
 from crosstune.data.named_datasets import BUNDLED, DUMMY
 from crosstune.data.open_data import DataOpener
 from crosstune.data.preflight import (

@@ -239,9 +239,7 @@ class PreferenceRecipe(TokenRecipe):
             num_steps=self.num_steps(),
             num_held_out=len(held_out),
             mean_tokens=float(np.mean([group.lengths[0] for group in groups if group.is_desirable])),
-            beta=self.loss.beta,
-            has_pairs=self.loss.is_paired,
-            losses=tuple(self.loss.weights),
+            loss=self.loss,
         )
 
     def judge_step(self, step: int, result: Backward) -> Mapping[str, str]:
