@@ -260,8 +260,8 @@ def open_ours(job: dict[str, Any]) -> tuple[Any, str]:
     from crosstune.core.events import Observers
     from crosstune.loop.step import LossScale, prepare_window, take_step
     from crosstune.planner.gather import make_plan
-    from crosstune.recipes.preference.open_pairs import make_batch
     from crosstune.recipes.preference.losses import PreferenceLoss
+    from crosstune.recipes.preference.open_pairs import make_batch
     from crosstune.recipes.preference.torch_parts import PreferenceLM
     from crosstune.runs.open_parts import find_model, open_session
 

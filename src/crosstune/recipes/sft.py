@@ -158,7 +158,7 @@ class TokenRecipe(OrderedRecipe):
 
     def position(self, step: int) -> Mapping[str, Any]:
         following = self.rows(step) if step < self.num_steps() else []
-        return super().position(step) | {"next_examples": following}
+        return {**super().position(step), "next_examples": following}
 
     def parts(self) -> dict[str, Any]:
         """Return the training examples, and the held-out examples if there are any."""

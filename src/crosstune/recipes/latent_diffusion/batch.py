@@ -144,7 +144,7 @@ def make_batch(
 def divide_batch(batch: PairBatch, *, size: int) -> Iterator[PairBatch]:
     for start in range(0, batch.weight, size):
         part = slice(start, start + size)
-        parts = {name: array[part] for name, array in batch.arrays().items()}
+        parts: dict[str, Any] = {name: array[part] for name, array in batch.arrays().items()}
         yield replace(batch, mode=batch.mode[part], **parts)
 
 
