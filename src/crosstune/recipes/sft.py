@@ -110,6 +110,23 @@ class TokenRecipe(OrderedRecipe):
     """The tokenized conversations of training."""
     held_out: Any = None
     """The examples of an evaluation; None or empty if nothing is evaluated."""
+    truncation_of_report = ""
+    """The value of --truncation for a report about rows that stop training as too long; empty: the data handles it."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_folder: Path,
+        observer: Observer | None = None,
+        cut_long: bool = False,
+    ) -> None:
+        """Open the tokenizer. With `cut_long`, for a report, rows that training rejects as too long are cut or left out."""
+        self.cut_long, self.stops_at_long = cut_long, cut_long and config.truncation == "error"
+        if self.stops_at_long and self.truncation_of_report:
+            config = replace(config, truncation=self.truncation_of_report)
+        self.config, self.observer = config, observer or Observers()
+        self.tokenizer, self.model_limit = open_tokenizer(config, model_folder), longest_context(model_folder)
 
     def batch(self, part: Any, rows: Sequence[Sequence[int]], **options: Any) -> Any:
         """Return a micro-batch: in each row the examples of `part`, training or held out, at these indices."""
@@ -210,24 +227,15 @@ class TokenRecipe(OrderedRecipe):
 class SftRecipe(TokenRecipe):
     """The tokenized data of one run, and its evaluation."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        model_folder: Path,
-        observer: Observer | None = None,
-        cut_long: bool = False,
-    ) -> None:
-        self.config, self.observer = config, observer or Observers()
-        self.stops_at_long = cut_long and config.truncation == "error"
-        self.tokenizer = open_tokenizer(config, model_folder)
+    def __init__(self, config: Config, **options: Any) -> None:
+        super().__init__(config, **options)
         opener = DataOpener(
             config=config,
             tokenizer=self.tokenizer,
             cache=cache_override(),
             observer=self.observer,
-            model_limit=longest_context(model_folder),
-            cut_long=cut_long,
+            model_limit=self.model_limit,
+            cut_long=self.cut_long,
         )
         self.data = opener.open()
         self.train = self.corpus = self.data.train

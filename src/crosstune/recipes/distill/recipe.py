@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, naming, raise_all
-from crosstune.core.events import Observer, Observers, Warned
+from crosstune.core.events import Observer, Warned
 from crosstune.core.protocols import Array, Backward, DividesPrompts, Metrics, Session, Task
 from crosstune.core.sampling import Sampling
 from crosstune.data.batches.row_order import rows_per_evaluation
@@ -63,11 +63,11 @@ class DistillBatch:
 class DistillRecipe(SftRecipe):
     """The tokenized conversations of one run, and the teacher."""
 
-    def __init__(self, config: Config, *, model_folder: Path, observer: Observer | None = None) -> None:
+    def __init__(self, config: Config, *, model_folder: Path, **options: Any) -> None:
         raise_all(check_options(config))
-        super().__init__(config, model_folder=model_folder, observer=observer)
+        super().__init__(config, model_folder=model_folder, **options)
         self.objective = Objective.from_config(config, width=num_tokens(self.tokenizer))
-        self.teacher = Teacher(config=config, student=model_folder, observer=observer or Observers())
+        self.teacher = Teacher(config=config, student=model_folder, observer=self.observer)
         self._stored: dict[str, Floats] = {}
         """The teacher's distributions of all supervised tokens by split, if they are stored."""
 

@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.core.events import Evaluating, Observer, Observers
+from crosstune.core.events import Evaluating, Observer
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.core.weights import averaged
 from crosstune.data.batches.epoch_order import Mixture
 from crosstune.data.batches.row_order import rows_per_evaluation
 from crosstune.data.preflight import warnings_of
-from crosstune.models.folder import longest_context
 from crosstune.recipes.judge.evaluation import defined_metrics, evaluate_items
 from crosstune.recipes.judge.examples import ItemCorpus, encode_items, find_label_tokens
 from crosstune.recipes.judge.items import Item
@@ -28,7 +27,7 @@ from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
 from crosstune.recipes.judge.rewards import HeadLoss, PairCorpus, encode_pairs
 from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, training_messages
 from crosstune.recipes.preference.data_report import BALANCE, MAX_MEASURED, length_bias
-from crosstune.recipes.sft import TokenRecipe, engine_parts, open_tokenizer
+from crosstune.recipes.sft import TokenRecipe, engine_parts
 
 
 class JudgeRecipe(TokenRecipe):
@@ -37,22 +36,13 @@ class JudgeRecipe(TokenRecipe):
     temperature = 1.0
     """Of the labels' probabilities; fitted in each evaluation."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        model_folder: Path,
-        observer: Observer | None = None,
-        data: JudgeData | None = None,
-    ) -> None:
-        self.config, self.observer = config, observer or Observers()
-        self.tokenizer = open_tokenizer(config, model_folder)
+    def __init__(self, config: Config, *, data: JudgeData | None = None, **options: Any) -> None:
+        super().__init__(config, **options)
         self.data = data if data is not None else open_judge_data(config)
         items = [*self.data.train, *self.data.val]
         self.verdict = choose_format(config.verdict, scale=self.data.scale, items=items)
         _check(config, pairs=self.verdict.name == "winner")
         self.tokens = find_label_tokens(self.verdict, self.tokenizer)
-        self._limit = longest_context(model_folder)
         self.train = self._encode(self.data.train, "training")
         if config.balance_scores:
             self._balance()
@@ -65,7 +55,7 @@ class JudgeRecipe(TokenRecipe):
         given: dict[str, Any] = {
             "config": self.config,
             "name": f"the {name} items of {self.config.dataset}",
-            "model_limit": self._limit,
+            "model_limit": self.model_limit,
             "progress": self.show_tokenizing(name),
         }
         if self.settings.is_reward:
@@ -147,7 +137,7 @@ class JudgeRecipe(TokenRecipe):
             session=session,
             tokenizer=self.tokenizer,
             settings=self.settings,
-            max_tokens=self._limit,
+            max_tokens=self.model_limit,
             batch_size=rows_per_evaluation(self.config, at_least=16),
         )
 

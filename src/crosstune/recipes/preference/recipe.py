@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from crosstune.config.conditions import is_precomputed
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.events import Observer, Observers
+from crosstune.core.events import Observer
 from crosstune.core.intervals import wilson
 from crosstune.core.protocols import Backward, Evaluation, Generates, Metrics, Sample, Session, Task
 from crosstune.core.weights import averaged
@@ -27,7 +26,7 @@ from crosstune.data.preflight import warnings_of
 from crosstune.data.prompt_rows import prompt_key
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.files.run_record import REFERENCE
-from crosstune.models.folder import folder_shape, longest_context
+from crosstune.models.folder import folder_shape
 from crosstune.recipes.preference.data_report import account, describe_answers, pair_warnings
 from crosstune.recipes.preference.losses import ACCURACY, ANSWER_LENGTH, check_options, make_loss
 from crosstune.recipes.preference.open_pairs import (
@@ -40,28 +39,20 @@ from crosstune.recipes.preference.open_pairs import (
 )
 from crosstune.recipes.preference.reference import complete_reference, model_identity
 from crosstune.recipes.preference.verdicts import Verdicts, reach_of
-from crosstune.recipes.sft import TokenRecipe, engine_parts, open_tokenizer
+from crosstune.recipes.sft import TokenRecipe, engine_parts
 
 
 class PreferenceRecipe(TokenRecipe):
     """The tokenized preferences of one run, and their evaluation."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        model_folder: Path,
-        observer: Observer | None = None,
-        cut_long: bool = False,
-    ) -> None:
-        self.stops_at_long = cut_long and config.truncation == "error"
-        config = replace(config, truncation="cut") if self.stops_at_long else config
-        self.config, self.observer = config, observer or Observers()
+    truncation_of_report = "cut"
+
+    def __init__(self, config: Config, *, model_folder: Path, **options: Any) -> None:
         raise_all(check_options(config))
+        super().__init__(config, model_folder=model_folder, **options)
         self.loss = make_loss(config)
         self.weight_name = "pairs" if self.loss.is_paired else "answers"
-        self.tokenizer = open_tokenizer(config, model_folder)
-        self._limit, shape = longest_context(model_folder), folder_shape(model_folder)
+        shape = folder_shape(model_folder)
         self._num_layers = shape.num_layers if shape is not None else None
         self.data = open_preferences(config, paired=self.loss.is_paired)
         self.train = self._tokenize(self.data.train, "training")
@@ -79,7 +70,7 @@ class PreferenceRecipe(TokenRecipe):
             self.tokenizer,
             config=self.config,
             name=f"{self.config.dataset} ({name} answers)",
-            model_limit=self._limit,
+            model_limit=self.model_limit,
             progress=self.show_tokenizing(name),
         )
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from crosstune.config.load import cache_override
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.events import Observer, Observers, Warned
+from crosstune.core.events import Observer, Warned
 from crosstune.core.intervals import mean_interval
 from crosstune.core.protocols import (
     Array,
@@ -34,14 +34,13 @@ from crosstune.data.batches.row_order import RowOrder
 from crosstune.data.batches.token_batch import Example, TokenBatch, split_rows
 from crosstune.data.prompt_rows import prompt_key
 from crosstune.data.read.in_memory import name_in_memory
-from crosstune.models.folder import longest_context
 from crosstune.recipes.rl.losses import Floats, RlLoss, advantages, log_ratios
 from crosstune.recipes.rl.read_prompts import Prompt, columns_of, identity_of, read_prompts, tokenize
 from crosstune.recipes.rl.rewards.judged import FindJudge
 from crosstune.recipes.rl.rewards.open_rewards import check_columns, open_rewards
 from crosstune.recipes.rl.rollouts import Generator, Rollout, RolloutBatch, Rollouts, make_batch, measure
 from crosstune.recipes.rl.verdicts import Verdicts, mean_name
-from crosstune.recipes.sft import TokenRecipe, engine_parts, open_tokenizer
+from crosstune.recipes.sft import TokenRecipe, engine_parts
 
 _REWARDS = "rewards"
 """The hash of the rewards among the carried arrays."""
@@ -52,27 +51,17 @@ REFERENCES = ("answer", "solution", "reference", "ground_truth", "target")
 class RlRecipe(TokenRecipe):
     """The prompts of one run, the answers to them, and their evaluation."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        model_folder: Path,
-        observer: Observer | None = None,
-        open_judge: FindJudge | None = None,
-        cut_long: bool = False,
-    ) -> None:
-        self.stops_at_long = cut_long and config.truncation == "error"
-        config = replace(config, truncation="drop") if self.stops_at_long else config  # prompts are never cut
-        self.config, self.observer, self.open_judge = config, observer or Observers(), open_judge
+    truncation_of_report = "drop"  # prompts are never cut
+
+    def __init__(self, config: Config, *, open_judge: FindJudge | None = None, **options: Any) -> None:
         raise_all(check_options(config))
-        self.loss = RlLoss.from_config(config)
+        super().__init__(config, **options)
+        self.open_judge, self.loss = open_judge, RlLoss.from_config(config)
         self.weight_name = self.loss.unit
-        self.tokenizer = open_tokenizer(config, model_folder)
-        limit = longest_context(model_folder)
         data = read_prompts(config)
         if config.reward is not None:
             check_columns(config, columns_of(data.train))
-        self.data = tokenize(data, self.tokenizer, config=config, model_limit=limit)
+        self.data = tokenize(data, self.tokenizer, config=self.config, model_limit=self.model_limit)
         self.train, self.held_out = self.data.train, self.data.held_out
         self._rewards: Rewards | None = None
         self._rollouts: Rollouts | None = None
