@@ -11,7 +11,7 @@ import numpy as np
 
 from crosstune.config.schema import Config
 from crosstune.core.events import Observer
-from crosstune.core.protocols import Evaluation, Sample, Session, Task
+from crosstune.core.protocols import Evaluation, Sample, Task
 from crosstune.core.weights import averaged
 from crosstune.data.batches.row_order import rows_per_evaluation
 from crosstune.recipes.latent_diffusion.batch import PairBatch, divide_batch, draw, make_batch
@@ -47,16 +47,12 @@ class LatentDiffusionRecipe(OrderedRecipe):
         self.settings = make_settings(
             config, vocabulary=pairs.vocabulary.size, max_tokens=pairs.max_tokens, latent_dim=pairs.dim
         )
-        self._task: Any = None
 
     def task(self, engine: str) -> Task:
         assert engine == "torch", "the spec lists the engines"
         from crosstune.recipes.latent_diffusion.torch_parts import LatentDiffusionTask
 
-        self._task = LatentDiffusionTask(
-            self.settings, modes=self.modes.all(), latent_loss=self.config.latent_loss
-        )
-        return self._task
+        return LatentDiffusionTask(self.settings, modes=self.modes.all(), latent_loss=self.config.latent_loss)
 
     def micro_batches(self, step: int) -> list[PairBatch]:
         batch = self._batch(
@@ -137,7 +133,7 @@ class LatentDiffusionRecipe(OrderedRecipe):
             "eval": {"examples": len(self.held_out)},
         }
 
-    def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
+    def evaluate(self, session: Any, *, observer: Observer) -> Evaluation:
         """Return the loss on held-out pairs, always with the same noise, and the scores of decoding and encoding."""
         if not len(self.held_out):
             return Evaluation(metrics={})
@@ -149,7 +145,7 @@ class LatentDiffusionRecipe(OrderedRecipe):
             result = session.evaluate(divide_batch(batch, size=size))
             # A metric is NaN if no row has its mode.
             metrics = {"loss": result.loss} | {k: v for k, v in result.metrics.items() if v == v}
-            sampler = self._task.sampler()
+            sampler = session.task.sampler()
             samples: list[Sample] = []
             if self.modes.all() != {"t2l"}:
                 samples = self._decode(sampler, metrics)
