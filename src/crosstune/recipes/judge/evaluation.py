@@ -20,6 +20,7 @@ Metric = Callable[[Places], float]
 UNREADABLE = "unreadable"
 FEW_GROUPS = 10
 """Resampling fewer groups than this gives unreliable intervals."""
+MOST_WORST = 10
 MIN_PAIRS, LENGTH_BIAS = 20, 0.1
 """The minimum number of pairs to measure a length bias on, and the fraction above which it is reported."""
 FRACTIONS = ("accuracy", "within_1", "swap_consistency")
@@ -89,7 +90,7 @@ def defined_metrics(report: Report) -> dict[str, float]:
     return shown | {"unreadable": report["num_unreadable"] / report["num_items"]}
 
 
-def worst_items(items: Sequence[Item], found: Sequence[Judgement], *, most: int = 10) -> list[int]:
+def worst_items(items: Sequence[Item], found: Sequence[Judgement]) -> list[int]:
     """Return the indices of the items whose verdicts are farthest from the reference verdicts, the worst first."""
 
     def distance(place: int) -> tuple[float, float]:
@@ -102,7 +103,7 @@ def worst_items(items: Sequence[Item], found: Sequence[Judgement], *, most: int 
         return (abs(item.score - one.score), one.confidence or 0.0)
 
     ordered = sorted(range(len(items)), key=lambda place: (distance(place), -place), reverse=True)
-    return [place for place in ordered if distance(place)[0] > 0][:most]
+    return [place for place in ordered if distance(place)[0] > 0][:MOST_WORST]
 
 
 def is_right(item: Item, one: Judgement, scale: Scale) -> bool:

@@ -22,6 +22,7 @@ Counts = NDArray[np.int64]
 """A confusion matrix: rows expected, columns found."""
 NUM_DRAWS = 1000
 NUM_BINS = 10
+LEVEL = 0.95
 _ROUNDING = 1e-13
 """Relative spread below which a series is constant."""
 _TEMPERATURES = np.exp(np.linspace(math.log(0.05), math.log(20.0), 241))
@@ -29,7 +30,7 @@ _WORD = re.compile(r"\w+")
 
 
 def bootstrap_draws(
-    count: int, *, groups: Sequence[str] = (), num_draws: int = NUM_DRAWS, seed: int = 0
+    count: int, *, groups: Sequence[str] = (), num_draws: int = NUM_DRAWS
 ) -> Iterator[Places]:
     """Yield items drawn with replacement; whole groups if there are several, since their items are dependent."""
     members: dict[str, list[int]] = {}
@@ -37,14 +38,14 @@ def bootstrap_draws(
         members.setdefault(group, []).append(place)
     rows = list(map(np.array, members.values()))
     size = len(rows) if len(rows) > 1 else count
-    draw = np.random.Generator(np.random.Philox(key=(seed, count)))
+    draw = np.random.Generator(np.random.Philox(key=(0, count)))
     for _ in range(num_draws):
         drawn = draw.integers(0, size, size=size)
         yield np.concatenate([rows[group] for group in drawn]) if 1 < size < count else drawn
 
 
 def intervals(
-    metrics: Mapping[str, Callable[[Places], float]], draws: Iterable[Places], *, level: float = 0.95
+    metrics: Mapping[str, Callable[[Places], float]], draws: Iterable[Places]
 ) -> dict[str, list[float]]:
     """Return the percentile intervals of the metrics that are defined in at least half of the draws."""
     values = np.array([[metric(places) for metric in metrics.values()] for places in draws])
@@ -52,7 +53,7 @@ def intervals(
     for name, column in zip(metrics, values.T, strict=True):
         finite = column[np.isfinite(column)]
         if len(finite) and len(finite) * 2 >= len(column):
-            found[name] = np.quantile(finite, [(1 - level) / 2, (1 + level) / 2]).tolist()
+            found[name] = np.quantile(finite, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist()
     return found
 
 

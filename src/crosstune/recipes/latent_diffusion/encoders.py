@@ -79,7 +79,6 @@ def open_encoder(
     name: str,
     *,
     cache: Path | None = None,
-    progress: Progress = silent,
     device: str | None = None,
     on_text: Callable[[int, int], None] | None = None,
 ) -> Encoder:
@@ -87,7 +86,7 @@ def open_encoder(
         return GrammarEncoder()
     from crosstune.recipes.latent_diffusion.torch_parts import SentenceEncoder
 
-    folder = find_encoder(name, cache=cache, progress=progress)
+    folder = find_encoder(name, cache=cache)
     return SentenceEncoder(
         folder,
         record=encoder_record(name, folder),

@@ -180,11 +180,11 @@ def cosine(one: NDArray[Any], other: NDArray[Any]) -> float:
     return float((np.asarray(one, np.float32) * np.asarray(other, np.float32)).sum(-1).mean())
 
 
-def retrieval(queries: NDArray[Any], keys: NDArray[Any], *, among: int = RETRIEVAL_AMONG) -> float:
-    """Return how often the nearest key of a query is its own, among at most `among` keys."""
+def retrieval(queries: NDArray[Any], keys: NDArray[Any]) -> float:
+    """Return how often the nearest key of a query is its own, among at most `RETRIEVAL_AMONG` keys."""
     hits = 0
-    for start in range(0, len(queries), among):
-        part = slice(start, start + among)
+    for start in range(0, len(queries), RETRIEVAL_AMONG):
+        part = slice(start, start + RETRIEVAL_AMONG)
         near = np.asarray(queries[part], np.float32) @ np.asarray(keys[part], np.float32).T
         hits += int((near.argmax(1) == np.arange(len(near))).sum())
     return hits / max(1, len(queries))

@@ -109,14 +109,10 @@ def deviation(rewards: Floats) -> Floats:
 
 def metric_names(loss: RlLoss) -> tuple[str, ...]:
     """Return the names of the metrics of a training pass, the same as TRL's."""
-    clips = (
-        ()
-        if loss.name == "reinforce"
-        else tuple(f"clip_ratio/{kind}_mean" for kind in ("low", "high", "region"))
-    )
+    clips = [f"clip_ratio/{kind}_mean" for kind in ("low", "high", "region")]
     return (
         "entropy",
-        *clips,
+        *(clips if loss.name != "reinforce" else ()),
         "sampling/sampling_logp_difference/mean",
         "sampling/sampling_logp_difference/max",
         "sampling/importance_sampling_ratio/mean",

@@ -64,7 +64,7 @@ class RlRecipe(TokenRecipe):
         self.data = tokenize(data, self.tokenizer, config=self.config, model_limit=self.model_limit)
         self.train, self.held_out = self.data.train, self.data.held_out
         self._rewards: Rewards | None = None
-        self._rollouts: Rollouts | None = None
+        self.rollouts: Rollouts | None = None
 
     def configure(self, config: Config) -> None:
         super().configure(config)
@@ -97,9 +97,9 @@ class RlRecipe(TokenRecipe):
 
     def make_batches(self, session: Session, step: int, *, observer: Observer) -> Sequence[Batch]:
         number = step // self.config.num_iterations
-        if self._rollouts is None or self._rollouts.number != number:
-            self._rollouts = self._generate(session, number)
-        return self._scored_batches(self._rollouts)
+        if self.rollouts is None or self.rollouts.number != number:
+            self.rollouts = self._generate(session, number)
+        return self._scored_batches(self.rollouts)
 
     def _generate(self, session: Any, number: int) -> Rollouts:
         """Return the answers of a generation, with their log probabilities before the first step on them."""
@@ -181,20 +181,20 @@ class RlRecipe(TokenRecipe):
         )
 
     def batch_metrics(self, step: int) -> Metrics:
-        assert self._rollouts is not None
-        found = measure(self._rollouts, self.rewards.names, self.rewards.weights)
+        assert self.rollouts is not None
+        found = measure(self.rollouts, self.rewards.names, self.rewards.weights)
         if self.loss.has_kl_reward:
-            found["kl"] = float(self._log_ratios(self._rollouts).mean())
+            found["kl"] = float(self._log_ratios(self.rollouts).mean())
         is_new = step % self.config.num_iterations == 0
-        return found | {name: seconds if is_new else 0.0 for name, seconds in self._rollouts.seconds.items()}
+        return found | {name: seconds if is_new else 0.0 for name, seconds in self.rollouts.seconds.items()}
 
     def carried_state(self) -> Mapping[str, Array]:
         """Return the hash of the rewards, and the answers if there are further steps on them."""
         state: dict[str, Array] = {}
         if self._rewards is not None:
             state[_REWARDS] = np.frombuffer(self._rewards.identity().encode(), np.uint8)
-        if self._rollouts is not None and self.config.num_iterations > 1:
-            state |= self._rollouts.to_arrays()
+        if self.rollouts is not None and self.config.num_iterations > 1:
+            state |= self.rollouts.to_arrays()
         return state
 
     def carry_on(self, state: Mapping[str, Array], *, step: int) -> None:
@@ -206,7 +206,7 @@ class RlRecipe(TokenRecipe):
         if "generation" in state and step % self.config.num_iterations:
             found = Rollouts.from_arrays(state)
             fits = found.scores.shape[1:] == (self.config.num_generations, len(self.rewards.names))
-            self._rollouts = found if fits and found.number == step // self.config.num_iterations else None
+            self.rollouts = found if fits and found.number == step // self.config.num_iterations else None
 
     def micro_batches(self, step: int) -> list[TokenBatch]:
         """Return the prompts of a step as text to predict, to compare a model before and after a move."""
