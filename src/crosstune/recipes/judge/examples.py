@@ -14,17 +14,19 @@ from numpy.typing import NDArray
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import Example, IntArray, TokenBatch, pad_rows
-from crosstune.data.named_datasets import RowsPart
 from crosstune.data.read.formats import as_messages, has_empty_answer, tools_of
-from crosstune.data.read.sources import Source
 from crosstune.data.render.rendering import encode_conversation
-from crosstune.data.tokens.corpus import Corpus, open_corpus
+from crosstune.data.tokens.corpus import Corpus
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.metrics import Floats, log_softmax
 from crosstune.recipes.judge.verdicts import VerdictFormat, prompt_messages, training_messages
+from crosstune.recipes.preference.open_pairs import open_messages
 from crosstune.recipes.preference.read_pairs import Preference
 
+_UNLIMITED: Mapping[str, Any] = {
+    "context_length": 2**24, "truncation": "error", "model_limit": None, "ways": ("drop",)
+}  # fmt: skip
 _QUESTION = [{"role": "user", "content": "Rate the answer."}]
 
 
@@ -38,11 +40,12 @@ def encode_items(
     **options: Any,
 ) -> ItemCorpus:
     """Tokenize conversations with their verdicts. A score between two labels becomes a soft label, if --soft_scores."""
-    corpus = _corpus(
+    corpus = open_messages(
         [{"messages": training_messages(item, verdict)} for item in items],
         tokenizer,
         context_length=config.context_length,
         truncation=config.truncation,
+        ways=("drop",),
         place=lambda number: f"item {items[number - 1].id}",
         **options,
     )
@@ -64,11 +67,8 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Return the tokens of each item up to its label, rendered exactly as in training."""
     any_verdict = {"role": "assistant", "content": verdict.write(verdict.labels.texts[0])}
-    corpus = _corpus(
-        [{"messages": [*prompt_messages(item, verdict), any_verdict]} for item in items],
-        tokenizer,
-        name="the items to judge",
-    )
+    rows = [{"messages": [*prompt_messages(item, verdict), any_verdict]} for item in items]
+    corpus = open_messages(rows, tokenizer, name="the items to judge", **_UNLIMITED)
     prompts = []
     for example in corpus:
         place = tokens.place_in(example.tokens, example.supervised)
@@ -101,11 +101,8 @@ def encode_answers(items: Sequence[Item], *, tokenizer: Tokenizer) -> list[list[
             found[place] = encode_conversation(turns, tokenizer, index=0, whole=False, tools=tools_of(row))
     others = [place for place in range(len(rows)) if place not in found]
     if others:
-        corpus = _corpus(
-            [rows[place] for place in others],
-            tokenizer,
-            name="the answers to judge",
-        )
+        kept = [rows[place] for place in others]
+        corpus = open_messages(kept, tokenizer, name="the answers to judge", **_UNLIMITED)
         found |= dict(zip(others, corpus, strict=True))
     return [
         found[place].tokens[: reward_place(found[place], tokenizer.pad_id) + 1].tolist()
@@ -138,29 +135,6 @@ def _target(item: Item, verdict: VerdictFormat) -> float:
     if item.score is not None:
         return verdict.scale.normalized(item.score)
     return {"A": 1.0, "B": 0.0}.get(item.winner or "", 0.5)
-
-
-def _corpus(
-    rows: Sequence[dict[str, Any]],
-    tokenizer: Tokenizer,
-    *,
-    name: str,
-    context_length: int = 2**24,
-    truncation: str = "error",
-    model_limit: int | None = None,
-    **options: Any,
-) -> Corpus:
-    return open_corpus(
-        Source(name=name, parts=(RowsPart(name=name, loaded=list(rows)),), form="messages"),
-        tokenizer,
-        asked_format="messages",
-        whole=False,
-        context_length=context_length,
-        truncation=truncation,
-        model_limit=model_limit,
-        ways=("drop",),
-        **options,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -199,6 +199,14 @@ class PreferenceCorpus:
         return replace(own, tokens=tokens, supervised=supervised) if supervised.any() else own
 
 
+def open_messages(
+    rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, *, name: str, **options: Any
+) -> Corpus:
+    """Tokenize conversations with loss on their last answer. `options`: see `open_corpus`."""
+    source = Source(name=name, parts=(RowsPart(name=name, loaded=list(rows)),), form="messages")
+    return open_corpus(source, tokenizer, asked_format="messages", whole=False, **options)
+
+
 def tokenize(
     found: Sequence[Preference],
     tokenizer: Tokenizer,
@@ -212,11 +220,10 @@ def tokenize(
     """Tokenize preferences. If an answer does not fit into the context with its prompt, the preference is dropped with
     --truncation drop, and raises an error with --truncation error. `ways`: the values of --truncation that errors suggest."""
     rows = [row for one in found for row in one.conversations()]
-    corpus = open_corpus(
-        Source(name=name, parts=(RowsPart(name=name, loaded=rows),), form="messages"),
+    corpus = open_messages(
+        rows,
         tokenizer,
-        asked_format="messages",
-        whole=False,
+        name=name,
         context_length=config.context_length,
         truncation=config.truncation,
         progress=progress,
