@@ -38,7 +38,7 @@ from crosstune.data.preflight import (
 )
 from crosstune.data.read.columns import parse_columns
 from crosstune.data.read.files import Row
-from crosstune.data.read.formats import tools_of
+from crosstune.data.read.formats import tools_of, turns_text
 from crosstune.data.read.in_memory import name_in_memory
 from crosstune.data.read.pictures import IN_TEXT, WRITTEN, Picture, thumbnail
 from crosstune.data.render.built_in_templates import plain_template, read_template
@@ -478,11 +478,9 @@ def _questions(rows: Sequence[tuple[Row, str, Path | None]], tokenizer: Tokenize
         asked, reference = conversation[:-1], conversation[-1]["content"].strip()
         if not asked or not reference:  # an answer that only calls a tool has no text to compare
             continue
-        text = asked[0]["content"]
-        if len(asked) > 1:
-            text = "\n".join(f"{message['role']}: {message['content']}" for message in asked)
         tokens = encode_prompt(asked, tokenizer, tools=tools_of(row), pictures=pictures)
-        questions.append(Question(text.replace(IN_TEXT, WRITTEN), tokens, reference, pictures))
+        text = turns_text(asked).replace(IN_TEXT, WRITTEN)
+        questions.append(Question(text, tokens, reference, pictures))
     return questions
 
 

@@ -366,6 +366,13 @@ def _guanaco_turns(text: str) -> list[Turn]:
     return turns
 
 
+def turns_text(turns: Sequence[Mapping[str, Any]], between: str = "\n") -> str:
+    """Return the text of a single turn, or each turn after its role."""
+    if len(turns) == 1:
+        return str(turns[0]["content"])
+    return between.join(f"{turn['role']}: {turn['content']}" for turn in turns)
+
+
 def parsed_list(value: Any, what: str) -> list[Any]:
     """Return a list, parsed if it is JSON text, since CSV does not support lists."""
     if isinstance(value, str) and value.lstrip().startswith("["):

@@ -12,7 +12,7 @@ from typing import Any
 from crosstune.core.errors import UserError, shown
 from crosstune.data.read.columns import Columns, check_columns
 from crosstune.data.read.files import Row
-from crosstune.data.read.formats import check_media
+from crosstune.data.read.formats import check_media, turns_text
 from crosstune.data.read.sources import Source, row_error, skipped_row
 from crosstune.recipes.judge.items import WINNERS, Item, Scale, read_scale, swapped
 from crosstune.recipes.judge.verdicts import parse_text_verdict
@@ -248,7 +248,7 @@ def _from_preference(one: Preference, *, group: str, shared: dict[str, Any]) -> 
 
     A hash of the texts decides which answer is A, so that the order tells a judge nothing.
     """
-    task, *answers = (_turns_text(turns) for turns in (one.prompt, *one.answers))
+    task, *answers = (turns_text(turns) for turns in (one.prompt, *one.answers))
     item = Item(
         **shared,
         group=group or task,
@@ -269,12 +269,6 @@ def _has_preference(row: Row) -> bool:
     sides = ("chosen", "rejected")
     named = [any(row.get(each) is not None for each in (side, *PREFERENCE_ALIASES[side])) for side in sides]
     return all(named) or any(side in row for side in sides)
-
-
-def _turns_text(turns: Sequence[Mapping[str, Any]]) -> str:
-    if len(turns) == 1:
-        return str(turns[0]["content"])
-    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
 
 
 def _margin(fields: Mapping[str, Any]) -> float:
