@@ -19,7 +19,6 @@ from crosstune.data.prompt_rows import PromptRows, num_rows, read_prompt_rows
 from crosstune.data.read.files import Row
 from crosstune.data.read.sources import Source
 from crosstune.data.tokens.corpus import Corpus, how_to_fit, open_corpus
-from crosstune.data.tokens.encode import OnProgress
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.preference.read_pairs import TARGETS, Preference, read_preferences
 
@@ -214,11 +213,12 @@ def tokenize(
     config: Config,
     name: str,
     model_limit: int | None,
-    progress: OnProgress | None = None,
     ways: Sequence[str] = ("cut", "drop"),
+    **options: Any,
 ) -> PreferenceCorpus:
     """Tokenize preferences. If an answer does not fit into the context with its prompt, the preference is dropped with
-    --truncation drop, and raises an error with --truncation error. `ways`: the values of --truncation that errors suggest."""
+    --truncation drop, and raises an error with --truncation error. `ways`: the values of --truncation that errors suggest.
+    `options`: see `open_corpus`."""
     rows = [row for one in found for row in one.conversations()]
     corpus = open_messages(
         rows,
@@ -226,10 +226,10 @@ def tokenize(
         name=name,
         context_length=config.context_length,
         truncation=config.truncation,
-        progress=progress,
         model_limit=model_limit,
         cut_long=True,
         ways=ways,
+        **options,
     )
     owners = [place for place, one in enumerate(found) for _ in one.answers]
     lengths, numbers = corpus.full_lengths(), corpus.rows()

@@ -22,7 +22,7 @@ EQUAL = 0.9
 """Fraction of groups without spread above which a run hardly learns."""
 CUT, FAILING = 0.5, 0.5
 WATCHED = "watch/"
-"""Beginning of the names of rewards that are only watched: their weight is 0."""
+"""Prefix of the names of rewards with weight 0, which are only watched."""
 
 
 class _Values(NamedTuple):

@@ -21,7 +21,7 @@ _FORBIDDEN = (
     "subprocess.", "os.exec", "os.fork", "os.kill", "os.posix_spawn", "os.spawn", "os.startfile", "os.system",
     "ctypes.call_function", "ctypes.dlopen", "ctypes.dlsym", "os.link", "pty.", "resource.", "signal.",
 )  # fmt: skip
-"""Beginnings of audit events: processes, native code, limits."""
+"""Prefixes of audit events: processes, native code, limits."""
 _CHANGES = (
     "os.chflags", "os.chmod", "os.chown", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.setxattr", "os.symlink",
     "os.truncate", "os.utime",
@@ -77,7 +77,7 @@ def deny_system_calls() -> bool:
 
 
 def forbid(folder: str, *events: str) -> None:
-    """Raise in Python for processes, native code, changes outside the folder, and audit events that begin so."""
+    """Raise in Python for processes, native code, changes outside the folder, and audit events with these prefixes."""
     inside, realpath, fspath, join = folder + os.sep, os.path.realpath, os.fspath, os.path.join
     forbidden = (*_FORBIDDEN, *events)
 
