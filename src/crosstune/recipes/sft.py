@@ -209,9 +209,9 @@ class TokenRecipe(OrderedRecipe):
             "bad_rows", "unlocated_answers", "without_reasoning", "unused_columns", "ignored_by_template", "joined_tokens"
         )  # fmt: skip
         counts = {"rows": facts["rows"], "empty_answers": facts["empty"], "without_answer": without_answer}
-        packed: dict[str, Any] = {}
+        more: dict[str, Any] = {"stops_at_long": True} if self.stops_at_long else {}
         if self.packed is not None:
-            packed = {"packed_rows": self.packed.num_rows(1), "packed_fill": self.packed.fill()}
+            more |= {"packed_rows": self.packed.num_rows(1), "packed_fill": self.packed.fill()}
         return {
             "dataset": name_in_memory(self.config.dataset, cache=cache_override()),
             "format": form,
@@ -220,7 +220,7 @@ class TokenRecipe(OrderedRecipe):
             "num_steps": self.num_steps(),
             "train": self.corpus.stats | counts | {name: facts[name] for name in kept},
             **summarize_corpus(self.corpus, self.tokenizer),
-            **packed,
+            **more,
         }
 
 
@@ -321,7 +321,7 @@ class SftRecipe(TokenRecipe):
         shared = num_shared(self.train, self.held_out) if self.held_out is not None else 0
         stats = described["train"]
         if self.stops_at_long:  # training rejects what a report cuts
-            described["stops_at_long"], stats = True, {**stats, "cut_examples": 0}
+            stats = {**stats, "cut_examples": 0}
         warnings = [
             *warnings_of(stats, num_shared=shared),
             *format_warnings(config, self.tokenizer, form=self.train.form),

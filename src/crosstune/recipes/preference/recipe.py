@@ -197,15 +197,10 @@ class PreferenceRecipe(TokenRecipe):
             losses=self.loss.weights,
             num_cut=0 if self.stops_at_long else self.train.num_cut,
         )
-        if self.stops_at_long:  # training rejects what a report cuts
-            described["stops_at_long"] = True
-        stats = {
-            **described["train"],
-            "cut_examples": 0,
-            "dropped_examples": 0,
-            "duplicates": 0,
-        }  # the pairs have their own warnings
-        warnings = [*warnings_of(stats), *own]
+        others = dict.fromkeys(
+            ("cut_examples", "dropped_examples", "duplicates"), 0
+        )  # the pairs have their own
+        warnings = [*warnings_of(described["train"] | others), *own]
         return described | {k: v for k, v in (("notes", list(self.data.notes)), ("warnings", warnings)) if v}
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
