@@ -7,7 +7,7 @@ weights of the generator's mismatch are truncated importance ratios (2512.01374)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -202,9 +202,3 @@ def _correction(
         return f.clip(f.exp(f.detach(mismatch)), 0.0, loss.cap)
     by_answer = f.clip(f.exp(f.detach(f.sum_by(mismatch, answers, lengths))), 0.0, loss.cap)
     return by_answer if whole else by_answer[answers]
-
-
-def log_ratios(own: Sequence[Any], reference: Sequence[Any]) -> Floats:
-    """Return the log ratio of each answer to the reference, whose mean estimates the KL divergence."""
-    pairs = zip(own, reference, strict=True)
-    return np.array([float((mine - theirs).sum()) for mine, theirs in pairs], dtype=np.float64)

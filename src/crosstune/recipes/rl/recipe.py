@@ -34,7 +34,7 @@ from crosstune.data.batches.row_order import RowOrder
 from crosstune.data.batches.token_batch import Example, TokenBatch, split_rows
 from crosstune.data.prompt_rows import prompt_key
 from crosstune.data.read.in_memory import name_in_memory
-from crosstune.recipes.rl.losses import Floats, RlLoss, advantages, log_ratios
+from crosstune.recipes.rl.losses import Floats, RlLoss, advantages
 from crosstune.recipes.rl.read_prompts import Prompt, columns_of, identity_of, read_prompts, tokenize
 from crosstune.recipes.rl.rewards.judged import FindJudge
 from crosstune.recipes.rl.rewards.open_rewards import check_columns, open_rewards
@@ -166,9 +166,9 @@ class RlRecipe(TokenRecipe):
 
     def _log_ratios(self, rollouts: Rollouts) -> Floats:
         """Return the log ratio of each answer to the reference, 0 if it is left out of the loss."""
-        flat = rollouts.flat
-        kept = np.array([one.stopped or not self.config.mask_truncated for one in flat])
-        return kept * log_ratios([one.old for one in flat], [one.reference for one in flat])
+        given: list[Any] = rollouts.flat
+        kept = np.array([one.stopped or not self.config.mask_truncated for one in given])
+        return kept * np.array([float((one.old - one.reference).sum()) for one in given])
 
     def _generator(self, session: Any, prompts: Sequence[Prompt]) -> Generator:
         assert isinstance(session, DividesPrompts), "a session of a language model generates"
