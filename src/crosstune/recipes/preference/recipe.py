@@ -182,21 +182,11 @@ class PreferenceRecipe(TokenRecipe):
         described = self.describe_rows(form=f"preference: {form}", identity=self.identity())
         described["train"] |= self.train.stats
         rows = account(self.data, self.train, self.held_out)
-        described |= {
-            form.split()[0]: len(self.train),
-            "rows": rows,
-            "sides": describe_answers(self.train),
-        }
+        described |= {form.split()[0]: len(self.train), "rows": rows, "sides": describe_answers(self.train)}
         if self.held_out is not None:
             described["eval"] = self.held_out.stats
-        own = pair_warnings(
-            rows,
-            self.train,
-            self.held_out,
-            answers=described["sides"],
-            losses=self.loss.weights,
-            num_cut=0 if self.stops_at_long else self.train.num_cut,
-        )
+        num_cut = 0 if self.stops_at_long else self.train.num_cut
+        own = pair_warnings(rows, self.train, self.held_out, loss=self.loss, num_cut=num_cut)
         others = dict.fromkeys(
             ("cut_examples", "dropped_examples", "duplicates"), 0
         )  # the pairs have their own
