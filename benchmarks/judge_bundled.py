@@ -26,7 +26,7 @@ from judge_runs import (
 )
 
 from crosstune.cli.commands.judge import metric_lines as table_lines
-from crosstune.recipes.judge.evaluation import UNTRAINED, baseline_verdicts, evaluate_with_baselines
+from crosstune.recipes.judge.evaluation import UNTRAINED, baseline_verdicts, evaluate_items
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge
 
@@ -79,7 +79,7 @@ def main() -> None:
     others = baseline_verdicts(items, scale=scale, train=data.train)
     base = open_trained(run, own, items=items, untrained=True)
     others[UNTRAINED] = timed(base, items, what="the untrained model")[0]
-    report = evaluate_with_baselines(items, found, scale=scale, others=others)
+    report = evaluate_items(items, found, scale=scale, others=others)
     print("\n".join(table_lines(report)))
     facts = json.loads(times.read_text()) | {"settings": dataclasses.asdict(settings), "rows": own.rows}
     write_results(own.out, report | facts)

@@ -40,8 +40,8 @@ class Decoding:
         from crosstune.recipes.latent_diffusion.trained import open_trained
 
         torch.set_float32_matmul_precision("high")  # TF32 on a GPU: several times as fast as full fp32
-        self.trained = open_trained(self.run)
-        self.encoder = self.trained.encoder(str(self.encoder_folder))
+        self.trained = open_trained(self.run, encoder=str(self.encoder_folder))
+        self.encoder = self.trained.open_encoder()
         held_out = open_pairs(self.pairs).splits["validation"]
         half = len(held_out) // 2
         tuning, test = held_out.part(0, half), held_out.part(half, len(held_out))

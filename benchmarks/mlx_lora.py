@@ -124,7 +124,7 @@ def run_mlx_lm(folder: Path, own: argparse.Namespace, examples: list[list[int]])
 def run_crosstune(folder: Path, own: argparse.Namespace, examples: list[list[int]]) -> dict[str, float]:
     from crosstune.config.load import make_config
     from crosstune.data.batches.packing import PackedOrder
-    from crosstune.data.batches.token_batch import Example, split_packed, split_rows
+    from crosstune.data.batches.token_batch import Example, pack_rows, split_rows
     from crosstune.loop.step import prepare_window, take_step
     from crosstune.mlx_engine.open import open_session
     from crosstune.planner.gather import make_plan
@@ -142,7 +142,8 @@ def run_crosstune(folder: Path, own: argparse.Namespace, examples: list[list[int
         lengths = np.array([len(tokens) for tokens in examples])
         order = PackedOrder(lengths, capacity=own.context_length, seed=0)
         packed = [[rows[int(d)] for d in row] for row in order.rows(0, order.num_rows(1))]
-        batches = list(split_packed(packed, batch_size=own.batch_size, pad_id=0))
+        starts = range(0, len(packed), own.batch_size)
+        batches = [pack_rows(packed[start : start + own.batch_size], pad_id=0) for start in starts]
     else:
         batches = list(split_rows(rows, batch_size=own.batch_size, pad_id=0))
     tokens, seconds, loss = 0, 0.0, 0.0

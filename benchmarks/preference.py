@@ -236,7 +236,7 @@ def make_pairs(job: dict[str, Any]) -> list[Any]:
     import numpy as np
 
     from crosstune.data.batches.token_batch import Example
-    from crosstune.recipes.preference.batch import Group
+    from crosstune.recipes.preference.open_pairs import Group
 
     draw, found, vocab = np.random.default_rng(0), [], SHAPES[job["shape"]].vocab
     marks = np.arange(job["prompt"] + job["answer"]) >= job["prompt"]
@@ -260,8 +260,8 @@ def open_ours(job: dict[str, Any]) -> tuple[Any, str]:
     from crosstune.core.events import Observers
     from crosstune.loop.step import LossScale, prepare_window, take_step
     from crosstune.planner.gather import make_plan
-    from crosstune.recipes.preference.batch import make_batch
     from crosstune.recipes.preference.losses import PreferenceLoss
+    from crosstune.recipes.preference.open_pairs import make_batch
     from crosstune.recipes.preference.torch_parts import PreferenceLM
     from crosstune.runs.open_parts import find_model, open_session
 

@@ -89,8 +89,8 @@ def work_ours(job: dict[str, Any]) -> dict[str, Any]:
     from crosstune.loop.step import prepare_window, take_step
     from crosstune.models.locate import ModelFolder
     from crosstune.planner.gather import make_plan
-    from crosstune.recipes.rl.batch import Rollout, make_batch
     from crosstune.recipes.rl.losses import RlLoss, advantages
+    from crosstune.recipes.rl.rollouts import Rollout, make_batch
     from crosstune.recipes.rl.torch_parts import RlLM
     from crosstune.runs.open_parts import open_session
 

@@ -116,7 +116,7 @@ def test_the_function_of_the_page(opened: list[OpenedRewards]) -> None:
     rewards = opened[2]
     assert (rewards.names, rewards.weights) == (["near", "brief"], [1.0, 0.5])
     found = scores(rewards, "It is 40.", "no idea")
-    assert found[0] == [-2.0, 0.25] and np.isnan(found[1][0]) and rewards.failures["near"] == (0, 2)
+    assert found[0] == [-2.0, 0.25] and np.isnan(found[1][0])
 
 
 def test_the_checks_of_the_page(opened: list[OpenedRewards]) -> None:

@@ -14,7 +14,7 @@ from support import chat
 import crosstune
 from crosstune.core.errors import UserError
 from crosstune.models.tiny import tiny_model
-from crosstune.recipes.distill.verdicts import Verdicts
+from crosstune.recipes.distill.recipe import find_problems
 
 
 @pytest.fixture(scope="module")
@@ -196,16 +196,15 @@ def test_verdicts() -> None:
     def metrics(kl: float, student: float = 3.0, teacher: float = 2.0) -> dict[str, float]:
         return {"kl": kl, "cross_entropy": student, "teacher_cross_entropy": teacher}
 
-    verdicts = Verdicts(teacher="big", ce_weight=1.0)
-    assert not any(verdicts.observe_evaluation({0: metrics(1.0)}).values())
-    assert (
-        "big is no better"
-        in verdicts.observe_evaluation({0: metrics(1.0, teacher=3.1)})["teacher is no better"]
-    )
-    stays = verdicts.observe_evaluation({0: metrics(1.0), 5: metrics(0.4), 9: metrics(0.98)})
+    def problems(evaluations: dict[int, dict[str, float]]) -> dict[str, str]:
+        return find_problems(evaluations, "big", ce_weight=1.0)
+
+    assert not any(problems({0: metrics(1.0)}).values())
+    assert "big is no better" in problems({0: metrics(1.0, teacher=3.1)})["teacher is no better"]
+    stays = problems({0: metrics(1.0), 5: metrics(0.4), 9: metrics(0.98)})
     assert "divergence is 1.000 before training and 0.980 now" in stays["student stays away"]
-    assert not any(verdicts.observe_evaluation({0: metrics(1.0), 9: metrics(0.4)}).values())
-    assert not any(verdicts.observe_evaluation({0: metrics(0.0), 9: metrics(0.01)}).values())
+    assert not any(problems({0: metrics(1.0), 9: metrics(0.4)}).values())
+    assert not any(problems({0: metrics(0.0), 9: metrics(0.01)}).values())
 
 
 @pytest.mark.cuda

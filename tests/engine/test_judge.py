@@ -204,7 +204,7 @@ def test_a_prompt_beyond_the_context_is_not_judged_and_counted(opened: Opened, b
     assert [one.too_long for one in found] == [False, True, False] and not found[1].is_parsed
     assert (
         f"1 of 3 items exceed the model's context of {longest + 1} tokens: '{asked[1].id}';"
-        in seen[0].message
+        in seen[-1].message
     )
     if by == "probabilities":
         whole = judge.judge(asked)

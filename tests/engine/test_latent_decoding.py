@@ -20,16 +20,17 @@ from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler, to_
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD
 
 STEPS = 100
+Learned = tuple[LatentDiffusionRecipe, Sampler]
 
 
 @pytest.fixture(scope="module")
-def overfit(tmp_path_factory: pytest.TempPathFactory) -> LatentDiffusionRecipe:
+def overfit(tmp_path_factory: pytest.TempPathFactory) -> Learned:
     """A model that has learned 16 pairs by heart: texts from vectors, and both from noise."""
     pairs = grammar_pairs(tmp_path_factory.mktemp("pairs") / "grammar")
     return learned(pairs, STEPS, loss_type="random", mode_weights="l2t:0.7,unconditional:0.3")
 
 
-def learned(pairs: PairFolder, steps: int, **options: Any) -> LatentDiffusionRecipe:
+def learned(pairs: PairFolder, steps: int, **options: Any) -> Learned:
     """Train on 16 pairs, all in every step."""
     recipe, session = opened(
         pairs,
@@ -44,12 +45,7 @@ def learned(pairs: PairFolder, steps: int, **options: Any) -> LatentDiffusionRec
     for step in range(steps):
         session.backward([session.prepare(batch) for batch in recipe.micro_batches(step)])
         session.update(lr=5e-3 * min(1.0, (step + 1) / 15) * min(1.0, 2 * (steps - step) / steps))
-    return recipe
-
-
-def sampler_of(recipe: LatentDiffusionRecipe) -> Sampler:
-    sampler: Sampler = recipe._task.sampler()
-    return sampler
+    return recipe, session.task.sampler()
 
 
 @pytest.mark.parametrize("kind", ["x0", "v", "epsilon"])
@@ -61,26 +57,26 @@ def test_every_parameterization_gives_the_clean_vector_back(kind: str) -> None:
     torch.testing.assert_close(found, clean, rtol=1e-3, atol=1e-4)
 
 
-def test_16_pairs_are_learned_to_the_last_token(overfit: LatentDiffusionRecipe) -> None:
-    train, vocabulary = overfit.train, overfit.pairs.vocabulary
-    sampler = sampler_of(overfit)
+def test_16_pairs_are_learned_to_the_last_token(overfit: Learned) -> None:
+    recipe, sampler = overfit
+    train, vocabulary = recipe.train, recipe.pairs.vocabulary
     found = sampler.decode(train.latents, options=DecodeOptions(steps=8))
     assert vocabulary.decode_batch(found.tokens) == train.texts
     shuffled = sampler.decode(np.roll(train.latents, 1, axis=0), options=DecodeOptions(steps=8))
     assert vocabulary.decode_batch(shuffled.tokens) == np.roll(train.texts, 1).tolist()
 
 
-def test_the_vectors_of_16_texts_are_learned(overfit: LatentDiffusionRecipe) -> None:
-    recipe = learned(overfit.pairs, 64, loss_type="t2l")
+def test_the_vectors_of_16_texts_are_learned(overfit: Learned) -> None:
+    recipe, sampler = learned(overfit[0].pairs, 64, loss_type="t2l")
     train = recipe.train
-    vectors = sampler_of(recipe).encode(train.tokens, train.lengths, steps=8)
+    vectors = sampler.encode(train.tokens, train.lengths, steps=8)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-5)
     near = vectors @ np.asarray(train.latents).T
     assert (near.argmax(1) == np.arange(16)).all() and np.diag(near).mean() > 0.9
 
 
-def test_texts_and_vectors_from_noise_belong_together(overfit: LatentDiffusionRecipe) -> None:
-    sampler, encoder, masked = sampler_of(overfit), GrammarEncoder(), []
+def test_texts_and_vectors_from_noise_belong_together(overfit: Learned) -> None:
+    (recipe, sampler), encoder, masked = overfit, GrammarEncoder(), []
     found = sampler.generate(
         24,
         options=DecodeOptions(steps=12, temperature=1.0),
@@ -89,7 +85,7 @@ def test_texts_and_vectors_from_noise_belong_together(overfit: LatentDiffusionRe
     assert len(masked) == 12 and masked == sorted(masked, reverse=True) and masked[-1] == 0
     np.testing.assert_array_equal((found.tokens != PAD).sum(1), found.lengths)
     np.testing.assert_allclose(np.linalg.norm(found.vectors, axis=1), 1.0, atol=1e-5)
-    texts = overfit.pairs.vocabulary.decode_batch(found.tokens)
+    texts = recipe.pairs.vocabulary.decode_batch(found.tokens)
     near = encoder.encode(texts) @ found.vectors.T
     assert len(set(texts)) > 6
     assert np.diag(near).mean() > near.mean() + 0.25
@@ -99,9 +95,10 @@ def test_texts_and_vectors_from_noise_belong_together(overfit: LatentDiffusionRe
     assert (other.vectors != found.vectors).any()
 
 
-def test_the_bound_is_that_of_all_masks_and_times(overfit: LatentDiffusionRecipe) -> None:
+def test_the_bound_is_that_of_all_masks_and_times(overfit: Learned) -> None:
     """Of four tokens, every mask can be tried, and the times be integrated."""
-    sampler, train = sampler_of(overfit), overfit.train
+    recipe, sampler = overfit
+    train = recipe.train
     model = sampler.model
     tokens = torch.tensor(train.tokens[:1, :4].tolist())
     # The vector of another text: the model is unsure, so that each mask costs something else.
@@ -135,11 +132,11 @@ def test_the_bound_is_that_of_all_masks_and_times(overfit: LatentDiffusionRecipe
     assert np.std(drawn, ddof=1) < 0.2 * exact
 
 
-def test_decoding_unmasks_step_by_step(overfit: LatentDiffusionRecipe) -> None:
-    sampler = sampler_of(overfit)
+def test_decoding_unmasks_step_by_step(overfit: Learned) -> None:
+    recipe, sampler = overfit
     masked: list[int] = []
     sampler.decode(
-        overfit.train.latents[:4],
+        recipe.train.latents[:4],
         options=DecodeOptions(steps=5, guidance=1.5),
         on_step=lambda step, steps, tokens: masked.append(int((tokens == MASK).sum())),
     )
@@ -147,15 +144,16 @@ def test_decoding_unmasks_step_by_step(overfit: LatentDiffusionRecipe) -> None:
     assert all(one > other for one, other in itertools.pairwise(masked))
     drawn = [
         sampler.decode(
-            overfit.train.latents[:4], options=DecodeOptions(temperature=3.0, seed=seed)
+            recipe.train.latents[:4], options=DecodeOptions(temperature=3.0, seed=seed)
         ).tokens.tolist()
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_filling_keeps_what_is_not_masked(overfit: LatentDiffusionRecipe) -> None:
-    train, sampler = overfit.train, sampler_of(overfit)
+def test_filling_keeps_what_is_not_masked(overfit: Learned) -> None:
+    recipe, sampler = overfit
+    train = recipe.train
     tokens = np.asarray(train.tokens[:8], np.int64).copy()
     tokens[:, 1] = MASK
     found = sampler.fill(tokens, train.lengths[:8], train.latents[:8], options=DecodeOptions(steps=2))
@@ -164,10 +162,10 @@ def test_filling_keeps_what_is_not_masked(overfit: LatentDiffusionRecipe) -> Non
     assert (found.tokens != MASK).all() and (found.scores[kept] == 1).all()
 
 
-def test_correction_comes_nearer_to_the_vector(overfit: LatentDiffusionRecipe) -> None:
+def test_correction_comes_nearer_to_the_vector(overfit: Learned) -> None:
     """Of texts that the model has not seen."""
-    held_out, encoder = overfit.held_out, GrammarEncoder()
-    sampler, vocabulary = sampler_of(overfit), overfit.pairs.vocabulary
+    (recipe, sampler), encoder = overfit, GrammarEncoder()
+    held_out, vocabulary = recipe.held_out, recipe.pairs.vocabulary
     single = sampler.decode(held_out.latents, options=DecodeOptions())
     first = (encoder.encode(vocabulary.decode_batch(single.tokens)) * held_out.latents).sum(-1).mean()
     rounds = correct_texts(

@@ -109,7 +109,7 @@ def test_leaving_padding_out_gives_the_same_losses_and_gradients(
     unsettle(session.model)
     window = recipe.micro_batches(0)
     padded, of_padded = session.evaluate(window), gradients(session, window)
-    recipe._task.skips_padding = session.model.aligns_logits = True
+    session.task.skips_padding = session.model.aligns_logits = True
     assert "real_row" in session.prepare(window[0]).arrays
     found, of_found = session.evaluate(window), gradients(session, window)
     assert found.loss == pytest.approx(padded.loss, rel=1e-5)
@@ -138,7 +138,7 @@ def test_fused_blocks_give_the_same_losses_and_gradients(
     assert found.metrics == pytest.approx(general.metrics, rel=1e-5, nan_ok=True)
     assert_same_gradients(of_found, of_general)
     batch = session.prepare(window[0])
-    with recipe._task.general_layers():  # takes batches that were prepared for the fused blocks
+    with session.task.general_layers():  # takes batches that were prepared for the fused blocks
         assert session.backward([batch]).loss == pytest.approx(general.loss, rel=1e-5)
 
 
@@ -178,14 +178,14 @@ def test_compiled_blocks_train_alike_and_a_second_training_compiles_nothing(
 
     def losses(**options: Any) -> list[float]:
         recipe, session = opened(pairs, n_blocks=3, **options)
-        recipe._task.skips_padding = session.model.aligns_logits = True
+        session.task.skips_padding = session.model.aligns_logits = True
         found = []
         for step in range(4):
             found.append(
                 session.backward([session.prepare(batch) for batch in recipe.micro_batches(step)]).loss
             )
             session.update(lr=1e-3)
-        recipe._task.sampler().decode(recipe.train.latents[:4], options=DecodeOptions(steps=2))
+        session.task.sampler().decode(recipe.train.latents[:4], options=DecodeOptions(steps=2))
         return found
 
     plain = losses()
@@ -311,7 +311,7 @@ def test_fused_blocks_on_a_gpu_give_the_same_gradients(pairs: PairFolder, mode: 
     unsettle(session.model)
     window = recipe.micro_batches(0)
     of_fused = gradients(session, window)
-    with recipe._task.general_layers():
+    with session.task.general_layers():
         assert_same_gradients(of_fused, gradients(session, window))
 
 
@@ -358,7 +358,7 @@ def test_bf16_on_a_gpu_learns_as_fp32_on_the_cpu(pairs: PairFolder) -> None:
             )
             session.update(lr=1e-3)
         tokens = (
-            recipe._task.sampler().decode(recipe.train.latents[:4], options=DecodeOptions(steps=2)).tokens
+            session.task.sampler().decode(recipe.train.latents[:4], options=DecodeOptions(steps=2)).tokens
         )
         assert (tokens != MASK).all()
         found.append(losses)

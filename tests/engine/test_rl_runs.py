@@ -195,7 +195,7 @@ def test_a_checkpoint_between_two_steps_on_the_same_answers_has_them(prompts: Pa
 def test_stored_answers_are_the_same_answers(prompts: Path) -> None:
     recipe, session = open_both(prompts, num_iterations=2, beta=0.1)
     recipe.make_batches(session, 0, observer=Observers())
-    kept = recipe._rollouts
+    kept = recipe.rollouts
     again = Rollouts.from_arrays(kept.to_arrays())
     np.testing.assert_array_equal(again.scores, kept.scores)
     for group, other in zip(kept.groups, again.groups, strict=True):
@@ -227,9 +227,9 @@ def test_groups_without_spread_are_replaced(prompts: Path, monkeypatch: pytest.M
         recipe, session = open_both(prompts, dynamic_sampling=rounds)
         recipe.make_batches(session, 0, observer=Observers())
         found = recipe.batch_metrics(0)
-        spreads.append(recipe._rollouts.scores.std(axis=1)[:, 0])
+        spreads.append(recipe.rollouts.scores.std(axis=1)[:, 0])
         assert found["frac_reward_zero_std"] == pytest.approx((spreads[0] == 0).mean())
-        chosen = [group[0].prompt for group in recipe._rollouts.groups]
+        chosen = [group[0].prompt for group in recipe.rollouts.groups]
         assert len(set(chosen)) == 4
     assert (spreads[0] == 0).any() and (spreads[1] > 0).all()
 
@@ -239,7 +239,7 @@ def test_equal_prompts_get_different_answers(tmp_path: Path) -> None:
     path.write_text((json.dumps({"prompt": "Say something."}) + "\n") * 8)
     recipe, session = open_both(path)
     recipe.make_batches(session, 0, observer=Observers())
-    answers = [tuple(one.tokens) for group in recipe._rollouts.groups for one in group]
+    answers = [tuple(one.tokens) for group in recipe.rollouts.groups for one in group]
     assert len(set(answers)) == len(answers) == 12
 
 

@@ -18,9 +18,9 @@ from crosstune.core.events import Observers
 from crosstune.models.tiny import tiny_model
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.distill.losses import Objective, measure, read_teacher
-from crosstune.recipes.distill.torch_parts import TorchFunctions
 from crosstune.runs.open_parts import find_model, open_session
 from crosstune.runs.open_recipe import open_recipe
+from crosstune.torch_engine import array_functions as torch_functions
 
 VOCAB = 512
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -61,10 +61,10 @@ def test_the_loss_of_given_logits(name: str, top_k: int) -> None:
     draw = np.random.default_rng(0)
     student, teacher = (draw.normal(0, 2, (5, 40)) for _ in range(2))
     targets = torch.from_numpy(draw.integers(0, 40, 5))
-    objective = Objective.from_config(make_config(recipe="distill", teacher_top_k=top_k, **OBJECTIVES[name]))
-    options: dict[str, Any] = {"width": 40, "objective": objective, "f": TorchFunctions()}
-    rows = read_teacher(torch.from_numpy(teacher), targets, **options)
-    losses, values = measure(torch.from_numpy(student), targets, rows, weight=0.5, **options)
+    config = make_config(recipe="distill", teacher_top_k=top_k, **OBJECTIVES[name])
+    objective = Objective.from_config(config, width=40)
+    rows = read_teacher(torch.from_numpy(teacher), targets, objective, torch_functions)
+    losses, values = measure(torch.from_numpy(student), targets, rows, objective, torch_functions, weight=0.5)
     plain = F.cross_entropy(torch.from_numpy(student), targets, reduction="sum")
     if top_k:  # the same formula over the most likely tokens and the sum of all others
         t = objective.temperature

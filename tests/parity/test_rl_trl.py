@@ -11,9 +11,9 @@ import pytest
 import torch
 from record_rl_trl import CAP, CASES, FILE, LENGTHS, LONGEST, make_inputs, record
 
+from crosstune.mlx_engine import array_functions as mlx_functions
 from crosstune.recipes.rl.losses import RlLoss, advantages, loss_and_metrics
-from crosstune.recipes.rl.mlx_parts import MlxFunctions
-from crosstune.recipes.rl.torch_parts import TorchFunctions
+from crosstune.torch_engine import array_functions as torch_functions
 
 RECORDED = json.loads(FILE.read_text())
 BOUND = 1e-5
@@ -62,7 +62,7 @@ def check(name: str, total: float, gradient: Any, sums: dict[str, Any]) -> None:
 def test_torch_equals_trl(name: str) -> None:
     values = {key: None if value is None else torch.tensor(value) for key, value in make_inputs(name).items()}
     own = values["log_probs"].requires_grad_()
-    total, sums = run(name, values, TorchFunctions(), own, torch.ones(len(own), dtype=torch.float64))
+    total, sums = run(name, values, torch_functions, own, torch.ones(len(own), dtype=torch.float64))
     total.backward()
     check(name, float(total), own.grad.numpy(), sums)
 
@@ -80,7 +80,7 @@ def test_mlx_equals_trl_also_with_padding(name: str) -> None:
     counted = mx.array((np.arange(sum(LENGTHS) + 3) < sum(LENGTHS)).astype(np.float32))
 
     def compute(log_probs: mx.array) -> tuple[mx.array, dict[str, Any]]:
-        return run(name, values, MlxFunctions(), log_probs, counted)
+        return run(name, values, mlx_functions, log_probs, counted)
 
     (total, sums), gradient = mx.value_and_grad(compute)(values["log_probs"])
     assert not np.array(gradient)[sum(LENGTHS) :].any()

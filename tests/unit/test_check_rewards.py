@@ -9,7 +9,7 @@ import pytest
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.recipes.rl.rewards.check_rewards import check_columns, check_files, reward_specs
+from crosstune.recipes.rl.rewards.open_rewards import check_columns, check_files, reward_specs
 
 
 @pytest.fixture

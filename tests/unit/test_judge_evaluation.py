@@ -23,7 +23,6 @@ from crosstune.recipes.judge.evaluation import (
     baseline_verdicts,
     defined_metrics,
     evaluate_items,
-    evaluate_with_baselines,
     worst_items,
 )
 from crosstune.recipes.judge.items import Item, Scale
@@ -108,9 +107,7 @@ def test_baselines_are_fitted_on_the_training_items() -> None:
     found = baseline_verdicts(items, scale=TEN, train=train)
     assert [one.score for one in found["constant"]] == [1.5, 1.5]
     assert [one.score for one in found["longer answer"]] == pytest.approx([0.0, 1.0])
-    beside = evaluate_with_baselines(
-        pairs, [Judgement()] * 3, scale=TEN, others=baseline_verdicts(pairs, scale=TEN)
-    )
+    beside = evaluate_items(pairs, [Judgement()] * 3, scale=TEN, others=baseline_verdicts(pairs, scale=TEN))
     assert beside["baselines"]["constant"]["metrics"]["accuracy"] == pytest.approx(2 / 3)
     assert beside["baselines"]["longer answer"]["metrics"]["accuracy"] == pytest.approx(1 / 3)
     shorter = baseline_verdicts(pairs, scale=TEN, train=compared("B", "A", "A"))["shorter answer"]
@@ -169,8 +166,8 @@ def test_predictions_read_back_with_the_same_metrics(tmp_path: Path, pairs: bool
     write_predictions(tmp_path / "p.json", items, found, scale=TEN, others=others)
     again = read_predictions(tmp_path / "p.json", scale=TEN if pairs else Scale(low=0, high=100))
     assert again.scale == TEN, "the file names its scale"
-    first = evaluate_with_baselines(items, found, scale=TEN, others=others)
-    second = evaluate_with_baselines(again.items, again.found, scale=again.scale, others=again.others)
+    first = evaluate_items(items, found, scale=TEN, others=others)
+    second = evaluate_items(again.items, again.found, scale=again.scale, others=again.others)
     assert to_json(first) == to_json(second) and set(first["metrics"]) <= set(TITLES)
 
 
@@ -183,7 +180,7 @@ def test_a_file_of_predictions_alone_gives_the_table_of_the_test(tmp_path: Path,
     write_predictions(path, items, found, scale=five, others=others)
     assert main(["judge", "eval", "--predictions", str(path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    expected = evaluate_with_baselines(items, found, scale=five, others=others)["baselines"]
+    expected = evaluate_items(items, found, scale=five, others=others)["baselines"]
     assert to_json(report["baselines"]) == to_json(expected)
     assert main(["judge", "eval", "--predictions", str(path), "--score_scale", "1-4"]) == 2
     assert "outside the scale 1-4" in capsys.readouterr().err
@@ -200,7 +197,7 @@ def test_the_table_says_whether_the_judge_beats_its_baselines(own: tuple[float, 
     items = scored(4, 8)
     others = baseline_verdicts(items, scale=TEN, train=scored(8, 4))
     found = [Judgement(score=score) for score in own]
-    lines = list(table_lines(evaluate_with_baselines(items, found, scale=TEN, others=others)))
+    lines = list(table_lines(evaluate_items(items, found, scale=TEN, others=others)))
     [lead] = [line for line in lines if "best baseline" in line]
     assert ("no better than this baseline" in lead) == loses and "human" not in lead
 

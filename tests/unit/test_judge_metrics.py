@@ -114,10 +114,10 @@ def test_kappa_of_a_single_class_is_undefined() -> None:
 
 def test_calibration_error_by_hand() -> None:
     confidence, correct = [0.95, 0.95, 0.55, 0.55, 0.1], [1, 1, 1, 0, 0]
-    assert expected_calibration_error(confidence, correct) == pytest.approx((2 * 0.05 + 2 * 0.05 + 0.1) / 5)
-    assert [each["count"] for each in reliability(confidence, correct)] == [1, 2, 2]
-    assert math.isnan(expected_calibration_error([], []))
-    assert expected_calibration_error([0.0, 1.0], [0, 1]) == 0.0
+    bins = reliability(confidence, correct)
+    assert expected_calibration_error(bins) == pytest.approx((2 * 0.05 + 2 * 0.05 + 0.1) / 5)
+    assert [each["count"] for each in bins] == [1, 2, 2]
+    assert expected_calibration_error(reliability([0.0, 1.0], [0, 1])) == 0.0
 
 
 def test_the_temperature_undoes_overconfidence() -> None:

@@ -31,7 +31,7 @@ from crosstune.recipes.latent_diffusion.corpora import (
     write_grammar_tokenizer,
 )
 from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
-from crosstune.recipes.latent_diffusion.layouts import _read_tokens, _read_vector, read_layout, write_layout
+from crosstune.recipes.latent_diffusion.layouts import read_layout, read_tokens, read_vector, write_layout
 from crosstune.recipes.latent_diffusion.pair_folder import EmbeddedTexts, load_array, open_pairs, write_pairs
 from crosstune.recipes.latent_diffusion.settings import make_settings
 from crosstune.recipes.latent_diffusion.texts import (
@@ -407,14 +407,14 @@ def test_arrays_that_are_not_regular_files_or_are_damaged(tmp_path: Path) -> Non
     np.savez(packed, input_ids=np.arange(4), attention_mask=np.ones(4, np.int64))
     for read, path in (
         (load_array, pipe),
-        (_read_tokens, pipe),
+        (read_tokens, pipe),
         (load_array, tmp_path),
-        (_read_tokens, plain),
+        (read_tokens, plain),
     ):
         with pytest.raises(UnreadableFile):
             read(path)
     source = random.Random(0)
-    for read, path in ((load_array, plain), (_read_tokens, packed)):
+    for read, path in ((load_array, plain), (read_tokens, packed)):
         whole = path.read_bytes()
         for _ in range(150):
             raw = bytearray(whole)
@@ -428,14 +428,14 @@ def test_arrays_that_are_not_regular_files_or_are_damaged(tmp_path: Path) -> Non
 def test_an_npz_file_that_unpacks_to_too_much(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "x.npz", input_ids=np.zeros(2**24, np.int64), attention_mask=np.ones(1))
     with pytest.raises(UnreadableFile, match="unpacks to more than"):
-        _read_tokens(tmp_path / "x.npz")
+        read_tokens(tmp_path / "x.npz")
 
 
 def test_a_vector_file_without_a_vector(tmp_path: Path) -> None:
     for array in (np.float32(1), np.zeros((0, 4), np.float32), np.zeros((3, 0), np.float32)):
         np.save(tmp_path / "x.npy", array)
         with pytest.raises(UnreadableFile, match="not one vector"):
-            _read_vector(tmp_path / "x.npy")
+            read_vector(tmp_path / "x.npy")
 
 
 @pytest.mark.parametrize("flag", ["steps", "correct", "samples"])

@@ -16,7 +16,7 @@ from crosstune.machines.probe import load_machine
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.latent_diffusion import check_options
 from crosstune.recipes.latent_diffusion.batch import JOINT, L2T, T2L, divide_batch, draw, make_batch
-from crosstune.recipes.latent_diffusion.correction import Best, _propose
+from crosstune.recipes.latent_diffusion.correction import Best, propose
 from crosstune.recipes.latent_diffusion.evaluation import retrieval, token_accuracy
 from crosstune.recipes.latent_diffusion.pair_folder import Pairs
 from crosstune.recipes.latent_diffusion.settings import make_modes, make_settings
@@ -168,7 +168,7 @@ def test_options_without_a_meaning_are_refused_all_at_once() -> None:
     said = "\n".join(str(problem) for problem in check_options(config))
     for part in ("--backend mlx", "--train_type lora", "--columns and --packing have", "--tokenizer has"):
         assert part in said
-    assert not check_options(make_config(recipe="latent_diffusion", train_type="full", hidden_size=64))
+    assert not list(check_options(make_config(recipe="latent_diffusion", train_type="full", hidden_size=64)))
 
 
 @pytest.mark.parametrize(("recipe", "backend"), [("sft", "mlx"), ("latent_diffusion", "mps")])
@@ -263,7 +263,7 @@ def test_a_proposal_masks_the_improbable_tokens_of_a_shifted_text_too() -> None:
         cosine=np.zeros(count, np.float32),
     )
     best.tokens[:, width - 2 :] = PAD
-    tokens, lengths, _ = _propose(best, np.random.default_rng(0), 1, share=1 / 1.5)
+    tokens, lengths, _ = propose(best, np.random.default_rng(0), 1, share=1 / 1.5)
     assert set(lengths.tolist()) == {width - 3, width - 2, width - 1}
     for size in (width - 3, width - 1):
         changed = tokens[lengths == size]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,7 @@ class RecipeSpec:
     model is not local."""
     check_files: Callable[[Config], None] | None = None
     """Raise a UserError for an option of the recipe that names a missing or unreadable file. Not called for a different machine."""
-    check_options: Callable[[Config], list[UserError]] | None = None
+    check_options: Callable[[Config], Iterable[UserError]] | None = None
     """Return a problem for each option that a recipe with its own model does not support."""
     next_commands: Callable[[str, Mapping[str, Any]], list[tuple[str, str]]] | None = None
     """Return labels and commands for using a finished run, from its quoted path and resolved options."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from crosstune.core.safe_text import redact
@@ -153,10 +153,10 @@ def nothing_to_train(model: str) -> UserError:
     )
 
 
-def raise_all(problems: Sequence[UserError]) -> None:
+def raise_all(problems: Iterable[UserError]) -> None:
     """Raise one ConfigError with all problems; do nothing when there are none."""
-    if problems:
-        raise ConfigError(problems)
+    if found := list(problems):
+        raise ConfigError(found)
 
 
 @contextlib.contextmanager

@@ -13,23 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS
 from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec
+from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.core.events import Evaluating, Observer, Observers
+from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.core.weights import averaged
 from crosstune.data.batches.epoch_order import Mixture
 from crosstune.data.batches.packing import PackedOrder
 from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
-from crosstune.data.batches.token_batch import (
-    TokenBatch,
-    add_noise,
-    pack_rows,
-    pad_rows,
-    split_packed,
-    split_rows,
-)
+from crosstune.data.batches.token_batch import add_noise, pack_rows, pad_rows
 from crosstune.data.named_datasets import BUNDLED, DUMMY
 from crosstune.data.open_data import DataOpener
 from crosstune.data.preflight import (
@@ -42,14 +37,14 @@ from crosstune.data.preflight import (
 )
 from crosstune.data.read.columns import parse_columns
 from crosstune.data.read.files import Row
-from crosstune.data.read.formats import tools_of
+from crosstune.data.read.formats import tools_of, turns_text
 from crosstune.data.read.in_memory import name_in_memory
 from crosstune.data.read.pictures import IN_TEXT, WRITTEN, Picture, thumbnail
 from crosstune.data.render.built_in_templates import plain_template, read_template
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.data.render.types import NO_LOSS
 from crosstune.data.tokens.corpus import Corpus
-from crosstune.data.tokens.encode import Encoder
+from crosstune.data.tokens.encode import Encoder, OnProgress
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.adapter_files import has_trained_template, replace_tokenizer, save_template
 from crosstune.models.folder import config_shape, longest_context, read_config_json
@@ -69,21 +64,76 @@ class Question:
     pictures: Sequence[Picture] = ()
 
 
-class TokenRecipe:
-    """The sizes and the order of tokenized rows, shared by the recipes that train language models."""
+class OrderedRecipe:
+    """The order of the training examples, which depends on the options and the step number only."""
 
-    weight_name = "supervised_tokens"
     config: Config
-    tokenizer: Tokenizer
-    corpus: Corpus
-    """The tokenized conversations of training."""
     train: Any
-    """The training examples: the corpus, or groups of its rows, such as pairs."""
+    """The training examples: tokenized conversations, or groups of them, such as pairs."""
     packed: PackedOrder | None = None
     mixture: Mixture | None = None
 
     def configure(self, config: Config) -> None:
         self.config = config
+
+    def num_rows(self) -> int:
+        return self.packed.num_rows(1) if self.packed is not None else len(self.train)
+
+    def num_steps(self) -> int:
+        return self._order().num_steps()
+
+    def rows(self, step: int) -> list[int]:
+        return [place for row in self._order().rows(step) for place in row]
+
+    def order(self) -> Mapping[str, Any]:
+        return self._order().identity()
+
+    def position(self, step: int) -> Mapping[str, Any]:
+        return self._order().position(step)
+
+    def _order(self) -> RowOrder:
+        return RowOrder.from_config(
+            self.config, num_examples=len(self.train), packed=self.packed, mixture=self.mixture
+        )
+
+
+class TokenRecipe(OrderedRecipe):
+    """The batches and sizes of tokenized rows, shared by the recipes that train language models."""
+
+    weight_name = "supervised_tokens"
+    observer: Observer
+    tokenizer: Tokenizer
+    data: Any
+    """The rows as read; `skipped` has the rows that cannot be read, as JSON text: file, line and reason."""
+    corpus: Corpus
+    """The tokenized conversations of training."""
+    held_out: Any = None
+    """The examples of an evaluation; None or empty if nothing is evaluated."""
+    truncation_of_report = ""
+    """The value of --truncation for a report about rows that stop training as too long; empty: the data handles it."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_folder: Path,
+        observer: Observer | None = None,
+        cut_long: bool = False,
+    ) -> None:
+        """Open the tokenizer. With `cut_long`, for a report, rows that training rejects as too long are cut or left out."""
+        self.cut_long, self.stops_at_long = cut_long, cut_long and config.truncation == "error"
+        if self.stops_at_long and self.truncation_of_report:
+            config = replace(config, truncation=self.truncation_of_report)
+        self.config, self.observer = config, observer or Observers()
+        self.tokenizer, self.model_limit = open_tokenizer(config, model_folder), longest_context(model_folder)
+
+    def batch(self, part: Any, rows: Sequence[Sequence[int]], **options: Any) -> Any:
+        """Return a micro-batch: in each row the examples of `part`, training or held out, at these indices."""
+        raise NotImplementedError
+
+    def identity_of(self, part: Any) -> str:
+        """Return a hash of the training or held-out examples."""
+        raise NotImplementedError
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -94,40 +144,62 @@ class TokenRecipe:
         lengths = self.lengths
         return int(lengths.max() if self.packed is None else min(lengths.sum(), self.packed.capacity))
 
-    def num_rows(self) -> int:
-        return self.packed.num_rows(1) if self.packed is not None else len(self.train)
-
     def longest_target(self) -> int:
         return int(self.corpus.num_supervised.max()) if self.packed is None else self.longest_row()
 
-    def longest_places(self, size: int) -> list[int]:
-        """Return the indices of the longest examples, repeated if there are fewer than `size`."""
-        return np.resize(np.argsort(-self.lengths, kind="stable"), size).tolist()
+    def longest_batch(self, size: int) -> Any:
+        return self.batch(self.train, self.longest_rows(size))
 
-    def fullest_rows(self, size: int) -> list[list[int]]:
-        """Return the indices in the fullest packed rows, repeated if there are fewer than `size`."""
-        assert self.packed is not None
+    def longest_rows(self, size: int) -> list[list[int]]:
+        """Return the indices in the longest or fullest rows, repeated if there are fewer than `size`."""
+        if self.packed is None:
+            return [[place] for place in np.resize(np.argsort(-self.lengths, kind="stable"), size).tolist()]
         lengths, rows = self.packed.lengths, self.packed.rows(0, min(self.num_rows(), _ROWS_SEARCHED))
         fullest = sorted(rows, key=lambda row: -int(lengths[row].sum()))
         return [fullest[number % len(fullest)].tolist() for number in range(size)]
 
-    def num_steps(self) -> int:
-        return self._order().num_steps()
+    def micro_batches(self, step: int) -> list[Any]:
+        return list(self.batches(self.train, self._order().rows(step), size=self.config.batch_size))
 
-    def rows(self, step: int) -> list[int]:
-        return [self.corpus[place].index for row in self._order().rows(step) for place in row]
+    def batches(
+        self, part: Any, rows: Sequence[Sequence[int]], *, size: int, **options: Any
+    ) -> Iterator[Any]:
+        for start in range(0, len(rows), size):
+            yield self.batch(part, rows[start : start + size], **options)
 
-    def order(self) -> Mapping[str, Any]:
-        return self._order().identity()
+    def held_out_batches(self, observer: Observer) -> Iterator[Any]:
+        """Yield the batches of an evaluation, and report its progress."""
+        rows, size = [[place] for place in range(len(self.held_out))], rows_per_evaluation(self.config)
+        return reporting(self.batches(self.held_out, rows, size=size), -(-len(rows) // size), observer)
 
     def position(self, step: int) -> Mapping[str, Any]:
         following = self.rows(step) if step < self.num_steps() else []
-        return self._order().position(step) | {"next_examples": following}
+        return {**super().position(step), "next_examples": following}
 
-    def _order(self) -> RowOrder:
-        return RowOrder.from_config(
-            self.config, num_examples=len(self.train), packed=self.packed, mixture=self.mixture
-        )
+    def parts(self) -> dict[str, Any]:
+        """Return the training examples, and the held-out examples if there are any."""
+        return {"train": self.train} | ({"held_out": self.held_out} if self.held_out else {})
+
+    def identity(self) -> str:
+        return self.identity_of(self.train)
+
+    def eval_identity(self) -> str | None:
+        return self.identity_of(self.held_out) if self.held_out and not self.config.skip_eval else None
+
+    def skipped_rows(self) -> Sequence[str]:
+        return self.data.skipped
+
+    def complete_result(self, folder: Path) -> None:
+        write_tokenizer(self.config, self.tokenizer, folder)
+
+    def show_tokenizing(self, source: str) -> OnProgress:
+        """Return a callback that reports the progress of a tokenization."""
+
+        def show(done: int, total: int, examples: int) -> None:
+            event = Tokenizing(source=source, done_bytes=done, total_bytes=total, examples=examples)
+            self.observer.on_event(event)
+
+        return show
 
     def describe_rows(self, *, form: str, identity: str, without_answer: int = 0) -> dict[str, Any]:
         """Return the part of the data report that all token recipes share."""
@@ -136,9 +208,9 @@ class TokenRecipe:
             "bad_rows", "unlocated_answers", "without_reasoning", "unused_columns", "ignored_by_template", "joined_tokens"
         )  # fmt: skip
         counts = {"rows": facts["rows"], "empty_answers": facts["empty"], "without_answer": without_answer}
-        packed: dict[str, Any] = {}
+        more: dict[str, Any] = {"stops_at_long": True} if self.stops_at_long else {}
         if self.packed is not None:
-            packed = {"packed_rows": self.packed.num_rows(1), "packed_fill": self.packed.fill()}
+            more |= {"packed_rows": self.packed.num_rows(1), "packed_fill": self.packed.fill()}
         return {
             "dataset": name_in_memory(self.config.dataset),
             "format": form,
@@ -147,30 +219,21 @@ class TokenRecipe:
             "num_steps": self.num_steps(),
             "train": self.corpus.stats | counts | {name: facts[name] for name in kept},
             **summarize_corpus(self.corpus, self.tokenizer),
-            **packed,
+            **more,
         }
 
 
 class SftRecipe(TokenRecipe):
     """The tokenized data of one run, and its evaluation."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        model_folder: Path,
-        observer: Observer | None = None,
-        cut_long: bool = False,
-    ) -> None:
-        self.config = config
-        self.stops_at_long = cut_long and config.truncation == "error"
-        self.tokenizer = open_tokenizer(config, model_folder)
+    def __init__(self, config: Config, **options: Any) -> None:
+        super().__init__(config, **options)
         opener = DataOpener(
             config=config,
             tokenizer=self.tokenizer,
-            observer=observer or Observers(),
-            model_limit=longest_context(model_folder),
-            cut_long=cut_long,
+            observer=self.observer,
+            model_limit=self.model_limit,
+            cut_long=self.cut_long,
         )
         self.data = opener.open()
         self.train = self.corpus = self.data.train
@@ -180,19 +243,13 @@ class SftRecipe(TokenRecipe):
             for one in (self.train, self.held_out)
             if one is not None
         )
-        self._check_pictures()
+        if config.image_pixels is not None and self.tokenizer.vision is None:
+            why = f"{self.tokenizer.why_no_pictures}."
+            raise UserError("--image_pixels has no effect.", why=why, do="remove it")
         self.questions = _questions(self.data.held_out_rows, self.tokenizer)
         if config.packing:
             self.packed = PackedOrder(
                 self.train.lengths(), capacity=self.train.limit, seed=config.seed, mixture=self.mixture
-            )
-
-    def _check_pictures(self) -> None:
-        """Raise for options that do not work with pictures, or without them."""
-        config = self.config
-        if config.image_pixels is not None and self.tokenizer.vision is None:
-            raise UserError(
-                "--image_pixels has no effect.", why=f"{self.tokenizer.why_no_pictures}.", do="remove it"
             )
 
     def most_patches(self) -> int:
@@ -206,12 +263,14 @@ class SftRecipe(TokenRecipe):
         rows = self.packed.rows(0, min(self.num_rows(), _ROWS_SEARCHED))
         return max(sum(patches.get(place, 0) for place in row.tolist()) for row in rows)
 
-    def longest_batch(self, size: int) -> TokenBatch:
-        pad_id = self.tokenizer.pad_id
-        if self.packed is None:
-            return pad_rows([self.train[place] for place in self.longest_places(size)], pad_id=pad_id)
-        rows = self.fullest_rows(size)
-        return pack_rows([[self.train[place] for place in row] for row in rows], pad_id=pad_id)
+    def rows(self, step: int) -> list[int]:
+        return [self.corpus[place].index for place in super().rows(step)]
+
+    def batch(self, part: Corpus, rows: Sequence[Sequence[int]], **options: Any) -> Any:
+        examples, pad_id = [[part[place] for place in row] for row in rows], self.tokenizer.pad_id
+        if self.packed is not None and part is self.train:
+            return pack_rows(examples, pad_id=pad_id)
+        return pad_rows([one for [one] in examples], pad_id=pad_id)
 
     def task(self, engine: str) -> Task:
         if self.has_pictures and engine != "torch":
@@ -222,29 +281,18 @@ class SftRecipe(TokenRecipe):
             )
         name, kind = ("vision_lm", "VisionLM") if self.has_pictures else ("causal_lm", "CausalLM")
         module = importlib.import_module(f"crosstune.{engine}_engine.tasks.{name}")
-        task: Task = getattr(module, kind)()
-        return task
+        return getattr(module, kind)()
 
-    def micro_batches(self, step: int) -> list[TokenBatch]:
-        batch_size, pad_id = self.config.batch_size, self.tokenizer.pad_id
-        rows = [[self.train[place] for place in row] for row in self._order().rows(step)]
-        if self.packed is not None:
-            batches = list(split_packed(rows, batch_size=batch_size, pad_id=pad_id))
-        else:
-            batches = list(split_rows([row[0] for row in rows], batch_size=batch_size, pad_id=pad_id))
-        alpha = self.config.neftune_alpha
+    def micro_batches(self, step: int) -> list[Any]:
+        batches, alpha = super().micro_batches(step), self.config.neftune_alpha
         return add_noise(batches, alpha=alpha, seed=self.config.seed, step=step) if alpha else batches
 
-    def identity(self) -> str:
+    def identity_of(self, part: Corpus) -> str:
         """Return a hash of the token ids and the number of supervised tokens: a copy of the file has the same."""
-        return _identity(self.train)
-
-    def skipped_rows(self) -> Sequence[str]:
-        """Return the rows that cannot be read, as JSON text: file, line and reason."""
-        return self.data.skipped
-
-    def eval_identity(self) -> str | None:
-        return _identity(self.held_out) if self.held_out is not None and not self.config.skip_eval else None
+        sha = hashlib.sha256(part.hashes().astype("<u8").tobytes())
+        for numbers in (part.num_supervised, part.lengths()):
+            sha.update(numbers.astype("<i8").tobytes())
+        return sha.hexdigest()
 
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
@@ -270,7 +318,7 @@ class SftRecipe(TokenRecipe):
         shared = num_shared(self.train, self.held_out) if self.held_out is not None else 0
         stats = described["train"]
         if self.stops_at_long:  # training rejects what a report cuts
-            described["stops_at_long"], stats = True, {**stats, "cut_examples": 0}
+            stats = {**stats, "cut_examples": 0}
         warnings = [
             *warnings_of(stats, num_shared=shared),
             *format_warnings(config, self.tokenizer, form=self.train.form),
@@ -297,19 +345,13 @@ class SftRecipe(TokenRecipe):
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
         if self.held_out is None:
             return Evaluation(metrics={})
-        size = rows_per_evaluation(self.config)
-        num_batches = -(-len(self.held_out) // size)
         with averaged(session):  # answers and loss of the same weights
-            batches = self.evaluation_batches(self.held_out, size)
-            result = session.evaluate(reporting(batches, num_batches, observer))
+            result = session.evaluate(self.held_out_batches(observer))
             samples = self._answer(session, self.questions[: self.config.num_samples], observer)
         metrics = {"loss": result.loss, **result.metrics}
         if self.metric() != "exact_match" or not self.questions:
             metrics.pop("exact_match", None)
         return Evaluation(metrics=metrics, samples=samples)
-
-    def evaluation_batches(self, corpus: Corpus, size: int) -> Iterator[Any]:
-        return split_rows(list(corpus), batch_size=size, pad_id=self.tokenizer.pad_id)
 
     def complete_result(self, folder: Path) -> None:
         write_tokenizer(self.config, self.tokenizer, folder, has_turns=self.train.form not in ("text", DUMMY))
@@ -358,13 +400,6 @@ def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
     return left
 
 
-def _identity(corpus: Corpus) -> str:
-    sha = hashlib.sha256(corpus.hashes().astype("<u8").tobytes())
-    sha.update(corpus.num_supervised.astype("<i8").tobytes())
-    sha.update(corpus.lengths().astype("<i8").tobytes())
-    return sha.hexdigest()
-
-
 def write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, *, has_turns: bool = True) -> None:
     """Write the run's tokenizer and its chat template: --chat_template, or a plain one if there is none."""
     if config.tokenizer is not None:
@@ -401,6 +436,22 @@ def open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
     )
 
 
+def engine_parts(recipe: str, engine: str) -> Any:
+    """Return the module with the parts of a recipe for an engine."""
+    return importlib.import_module(f"crosstune.recipes.{recipe}.{engine}_parts")
+
+
+def low_rate(config: Config, *, what: str) -> dict[str, Preset]:
+    """Return a learning rate far below that of supervised fine-tuning, which would break the model."""
+    is_adapter = TRAIN_TYPE_PARTS[config.train_type][0] in ADAPTER_METHODS
+    reason = f"usual for {what} with {'adapters' if is_adapter else 'full fine-tuning'}"
+    return (
+        {"lr": Preset(value=1e-5 if is_adapter else 1e-6, reason=reason)}
+        if "lr" not in config.sources
+        else {}
+    )
+
+
 def reporting(
     batches: Iterable[Any], total: int, observer: Observer, *, done: int = 0, stage: str = ""
 ) -> Iterator[Any]:
@@ -424,11 +475,9 @@ def _questions(rows: Sequence[tuple[Row, str, Path | None]], tokenizer: Tokenize
         asked, reference = conversation[:-1], conversation[-1]["content"].strip()
         if not asked or not reference:  # an answer that only calls a tool has no text to compare
             continue
-        text = asked[0]["content"]
-        if len(asked) > 1:
-            text = "\n".join(f"{message['role']}: {message['content']}" for message in asked)
         tokens = encode_prompt(asked, tokenizer, tools=tools_of(row), pictures=pictures)
-        questions.append(Question(text.replace(IN_TEXT, WRITTEN), tokens, reference, pictures))
+        text = turns_text(asked).replace(IN_TEXT, WRITTEN)
+        questions.append(Question(text, tokens, reference, pictures))
     return questions
 
 

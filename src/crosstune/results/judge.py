@@ -19,7 +19,7 @@ from crosstune.recipes.judge.evaluation import (
     UNTRAINED,
     Report,
     baseline_verdicts,
-    evaluate_with_baselines,
+    evaluate_items,
     worst_items,
 )
 from crosstune.recipes.judge.items import Item, Scale, read_scale
@@ -69,14 +69,6 @@ def ask(
     judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Observer, *, journal: Journal
 ) -> list[Judgement]:
     """Judge the items that the journal lacks, add them to it, and show the progress."""
-    if long := judge.too_long(items):
-        names = ", ".join(shown(item.id) for item in long[:_NAMED]) + " ..." * (len(long) > _NAMED)
-        observer.on_event(
-            Warned(
-                message=f"{len(long)} of {len(items)} items exceed the model's context of {judge.max_tokens} tokens: "
-                f"{names}; they are not judged, and their verdicts count as unreadable"
-            )
-        )
 
     def show(done: int, total: int) -> None:
         finished = len(journal.rows) + len(block) * done // total
@@ -88,7 +80,15 @@ def ask(
             judged = judge.judge(block, by=request.by, max_new_tokens=request.max_new_tokens, progress=show)
             check_verdicts(judged, request.target)
             journal.add(dataclasses.asdict(one) for one in judged)
-    return [_read_judgement(row) for row in journal.rows]
+    found = [_read_judgement(row) for row in journal.rows]
+    if long := [item for item, one in zip(items, found, strict=True) if one.too_long]:
+        names = ", ".join(shown(item.id) for item in long[:_NAMED]) + " ..." * (len(long) > _NAMED)
+        message = (
+            f"{len(long)} of {len(items)} items exceed the model's context of {judge.max_tokens} tokens: "
+            f"{names}; they are not judged, and their verdicts count as unreadable"
+        )
+        observer.on_event(Warned(message=message))
+    return found
 
 
 def _read_judgement(row: Mapping[str, Any]) -> Judgement:
@@ -151,7 +151,7 @@ def measure_judge(
         output = output.with_name(f"{output.name}.untrained") if output is not None else None
         journals.append(make_journal(output, base, items, untrained, observer))
         others[UNTRAINED] = ask(base, items, untrained, observer, journal=journals[1])
-    report = evaluate_with_baselines(items, found, scale=scale, others=others)
+    report = evaluate_items(items, found, scale=scale, others=others)
     report["judge"] = dataclasses.asdict(settings) | {"by": request.by, "target": request.target}
     report["worst"] = [prediction_row(items[place], found[place]) for place in worst_items(items, found)]
     return JudgeTest(items=items, found=found, others=others, scale=scale, report=report, journals=journals)

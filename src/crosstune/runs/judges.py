@@ -79,7 +79,7 @@ def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, 
     scale = common_scale(items, default=default)
     if settings is None:
         verdict = choose_format(config.verdict, scale=scale, items=list(items))
-        settings = JudgeSettings(verdict=verdict.name, scale=str(verdict.scale), explains=verdict.explains)
+        settings = verdict.settings()
     _check_items(settings, items, scale)
     if request.untrained:  # it has no scalar head yet: read its score tokens
         settings = dataclasses.replace(settings, head="tokens", temperature=1.0)

@@ -257,14 +257,14 @@ def _test(
 
 def _evaluate_file(own: argparse.Namespace, config: Config) -> int:
     """Compute metrics from a predictions file."""
-    from crosstune.recipes.judge.evaluation import baseline_verdicts, evaluate_with_baselines
+    from crosstune.recipes.judge.evaluation import baseline_verdicts, evaluate_items
     from crosstune.recipes.judge.items import read_scale
     from crosstune.recipes.judge.predictions import read_predictions
 
     scale, asked = read_scale(config.score_scale), "score_scale" in config.sources
     read = read_predictions(own.predictions, scale=scale, scale_asked=asked)
     others = read.others or baseline_verdicts(read.items, scale=read.scale)
-    report = evaluate_with_baselines(read.items, read.found, scale=read.scale, others=others)
+    report = evaluate_items(read.items, read.found, scale=read.scale, others=others)
     if not read.others:
         report["notes"].append("the baselines are fitted on the same items, which favors them")
     return print_result(report, metric_lines(report), as_json=own.json)

@@ -200,9 +200,7 @@ def _decode(own: argparse.Namespace) -> int:
         vectors=own.vectors,
         texts=own.text or [],
         options=_options(own, steps=8),
-        encoder=own.encoder,
         rounds=own.correct,
-        device=own.device,
         out=own.out,
         on_step=_live(trained, output) if live else None,
         on_round=show_round if live else None,
@@ -235,8 +233,6 @@ def _sample(own: argparse.Namespace) -> int:
         trained,
         own.samples or 4,
         options=_options(own, steps=24, temperature=1.0),
-        encoder=own.encoder,
-        device=own.device,
         out=own.out,
         on_step=_live(trained, output) if own.live and not own.json else None,
     )
@@ -256,8 +252,6 @@ def _eval(own: argparse.Namespace) -> int:
         options=_options(own, steps=8),
         rounds=own.correct,
         samples=own.samples or 1000,
-        encoder=own.encoder,
-        device=own.device,
         on_stage=lambda stage: output.line(f"{stage} ..."),
     )
     return print_result(found, _eval_lines(found), as_json=own.json)
@@ -276,7 +270,7 @@ def _eval_lines(found: Mapping[str, Any]) -> Iterator[Line]:
 def _open(own: argparse.Namespace) -> Trained:
     from crosstune.recipes.latent_diffusion.trained import open_trained
 
-    return open_trained(read_path(read_run(own.target)), device=own.device)
+    return open_trained(read_path(read_run(own.target)), device=own.device, encoder=own.encoder)
 
 
 def _options(own: argparse.Namespace, *, steps: int, temperature: float = 0.0) -> DecodeOptions:

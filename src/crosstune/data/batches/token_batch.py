@@ -127,11 +127,6 @@ def pack_rows(rows: Sequence[Sequence[Example]], *, pad_id: int) -> TokenBatch:
     )
 
 
-def split_packed(rows: Sequence[Sequence[Example]], *, batch_size: int, pad_id: int) -> Iterator[TokenBatch]:
-    for start in range(0, len(rows), batch_size):
-        yield pack_rows(rows[start : start + batch_size], pad_id=pad_id)
-
-
 def split_rows(examples: Sequence[Example], *, batch_size: int, pad_id: int) -> Iterator[TokenBatch]:
     for start in range(0, len(examples), batch_size):
         yield pad_rows(examples[start : start + batch_size], pad_id=pad_id)

@@ -103,7 +103,7 @@ def to_conversation(row: Row, form: str, *, no_pictures: str = TEXT_ONLY) -> Con
 def tools_of(row: Row) -> list[Any] | None:
     """Return the tools that the model may call in this conversation, in the form that chat templates expect."""
     tools = row.get(TOOLS_COLUMN)
-    return _parsed_list(tools, f"The {TOOLS_COLUMN} column") if tools else None
+    return parsed_list(tools, f"The {TOOLS_COLUMN} column") if tools else None
 
 
 def unused_columns(row: Row, form: str) -> set[str]:
@@ -163,7 +163,7 @@ def has_empty_answer(
 
 def as_messages(value: Any, *, no_pictures: str = TEXT_ONLY) -> list[Turn]:
     """Return a conversation as messages with role, content and `TURN_KEYS`; raise a UserError when it is not valid."""
-    messages = [_message(item, no_pictures) for item in _parsed_list(value, "A conversation")]
+    messages = [_message(item, no_pictures) for item in parsed_list(value, "A conversation")]
     if not messages:
         raise UserError("A conversation must contain messages.")
     _check_order([message["role"] for message in messages])
@@ -203,7 +203,7 @@ def _message(item: Any, no_pictures: str) -> Turn:
     more: dict[str, Any] = {PICTURES: pictures} if pictures else {}
     more |= {key: item[key] for key in TURN_KEYS if item.get(key) not in _EMPTY}
     if "tool_calls" in more:
-        more["tool_calls"] = _parsed_list(more["tool_calls"], "tool_calls")
+        more["tool_calls"] = parsed_list(more["tool_calls"], "tool_calls")
     if role == "assistant" and not _carries_loss(item):
         more[NO_LOSS] = EXCLUDED
     return {"role": role, "content": content, **more}
@@ -366,7 +366,14 @@ def _guanaco_turns(text: str) -> list[Turn]:
     return turns
 
 
-def _parsed_list(value: Any, what: str) -> list[Any]:
+def turns_text(turns: Sequence[Mapping[str, Any]], between: str = "\n") -> str:
+    """Return the text of a single turn, or each turn after its role."""
+    if len(turns) == 1:
+        return str(turns[0]["content"])
+    return between.join(f"{turn['role']}: {turn['content']}" for turn in turns)
+
+
+def parsed_list(value: Any, what: str) -> list[Any]:
     """Return a list, parsed if it is JSON text, since CSV does not support lists."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:

@@ -10,8 +10,7 @@ from crosstune.core.errors import naming, raise_all
 from crosstune.core.events import Observer, Observers
 from crosstune.models.locate import find_local
 from crosstune.recipes import sft
-from crosstune.recipes.distill.on_policy import OnPolicyRecipe
-from crosstune.recipes.distill.recipe import DistillRecipe, check_options
+from crosstune.recipes.distill.recipe import DistillRecipe, OnPolicyRecipe, check_options
 from crosstune.recipes.distill.teacher import Teacher
 
 

@@ -1,4 +1,4 @@
-"""Distillation losses for arrays of torch and MLX: divergences between the distributions of a teacher and a student.
+"""Distillation losses for arrays of torch and MLX, with the `array_functions` of their engine: divergences between the distributions of a teacher and a student.
 
 Formulas: the generalized Jensen-Shannon divergence and its limits, the forward and the reverse KL divergence, of arXiv:2306.13649.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 from crosstune.config.schema import Config
 
@@ -19,35 +20,6 @@ METRICS = ("kl", "cross_entropy", "agreement", "teacher_cross_entropy")
 often both predict the same token."""
 
 
-class Functions(Protocol):
-    """Functions of an array library, over the last axis."""
-
-    def exp(self, x: Any) -> Any: ...
-
-    def log_softmax(self, x: Any) -> Any: ...
-
-    def logsumexp(self, x: Any) -> Any: ...
-
-    def logaddexp(self, x: Any, y: Any) -> Any: ...
-
-    def argmax(self, x: Any) -> Any: ...
-
-    def top_ids(self, x: Any, count: int) -> Any:
-        """Return the places of the largest values, the largest first."""
-
-    def gather(self, x: Any, ids: Any) -> Any: ...
-
-    def without(self, x: Any, ids: Any) -> Any:
-        """Return `x` with -inf at these places."""
-
-    def concat(self, *parts: Any) -> Any: ...
-
-    def stack(self, columns: Any) -> Any: ...
-
-    def as_ids(self, x: Any) -> Any:
-        """Return integers."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Objective:
     beta: float = 0.0
@@ -55,19 +27,23 @@ class Objective:
     temperature: float = 1.0
     top_k: int = 0
     """Number of the teacher's most likely tokens that are compared one by one; 0: all tokens."""
+    width: int
+    """Number of tokens of the vocabulary; outputs beyond belong to no token."""
 
     @classmethod
-    def from_config(cls, config: Config) -> Objective:
-        beta = BETAS.get(config.distill_loss, config.distill_beta)
-        return cls(beta=beta, temperature=config.distill_temperature, top_k=config.teacher_top_k)
+    def from_config(cls, config: Config, *, width: int) -> Objective:
+        beta, top_k = BETAS.get(config.distill_loss, config.distill_beta), config.teacher_top_k
+        return cls(beta=beta, temperature=config.distill_temperature, top_k=top_k, width=width)
 
-    def num_ids(self, width: int) -> int:
-        """Return the number of tokens of a vocabulary that are compared one by one."""
-        return min(self.top_k, width)
+    @property
+    def num_ids(self) -> int:
+        """The number of tokens that are compared one by one."""
+        return min(self.top_k, self.width)
 
-    def num_columns(self, width: int) -> int:
-        """Return the number of stored values for each token: see `pack_rows`."""
-        return self.num_ids(width) + min(self.top_k + 1, width) + 1
+    @property
+    def num_columns(self) -> int:
+        """The number of stored values for each token: see `pack_rows`."""
+        return self.num_ids + min(self.top_k + 1, self.width) + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +60,11 @@ class TeacherRows:
     """The tokens of the first outcomes; None if every token is an outcome."""
 
 
-def read_teacher(logits: Any, targets: Any, *, width: int, objective: Objective, f: Functions) -> TeacherRows:
-    """Return the distributions of the teacher's fp32 logits over the first `width` tokens of the vocabulary."""
+def read_teacher(logits: Any, targets: Any, objective: Objective, f: ModuleType) -> TeacherRows:
+    """Return the distributions of the teacher's fp32 logits over the tokens of the vocabulary."""
     plain = f.log_softmax(logits)
-    scaled = _scaled(logits, plain, width=width, objective=objective, f=f)
-    ids = f.top_ids(scaled, objective.num_ids(width)) if objective.top_k else None
+    scaled = _scaled(logits, plain, objective, f)
+    ids = f.top_ids(scaled, objective.num_ids) if objective.top_k else None
     return TeacherRows(
         log_probs=_outcomes(scaled, ids, f),
         target=f.gather(plain, targets[:, None])[:, 0],
@@ -97,33 +73,26 @@ def read_teacher(logits: Any, targets: Any, *, width: int, objective: Objective,
     )
 
 
-def pack_rows(rows: TeacherRows, f: Functions) -> Any:
+def pack_rows(rows: TeacherRows, f: ModuleType) -> Any:
     """Return an fp32 row for each token: the ids, the log probabilities of the outcomes, and the log probability of the
     data's token."""
-    return f.concat(rows.ids * 1.0, rows.log_probs, rows.target[:, None])
+    return f.concat([rows.ids * 1.0, rows.log_probs, rows.target[:, None]])
 
 
-def unpack_rows(packed: Any, width: int, objective: Objective, f: Functions) -> TeacherRows:
-    count = objective.num_ids(width)
+def unpack_rows(packed: Any, objective: Objective, f: ModuleType) -> TeacherRows:
+    count = objective.num_ids
     ids = f.as_ids(packed[:, :count])
     return TeacherRows(log_probs=packed[:, count:-1], target=packed[:, -1], best=ids[:, 0], ids=ids)
 
 
 def measure(
-    logits: Any,
-    targets: Any,
-    teacher: TeacherRows,
-    *,
-    width: int,
-    objective: Objective,
-    f: Functions,
-    weight: Any,
+    logits: Any, targets: Any, teacher: TeacherRows, objective: Objective, f: ModuleType, *, weight: Any
 ) -> tuple[Any, Any]:
     """Return the loss and the metrics of each token from the student's fp32 logits. The loss is the divergence from the
     teacher plus `weight` times the cross entropy. The metrics come in the order of METRICS, followed by 1 if the student's
     most likely token is wrong."""
     plain = f.log_softmax(logits)
-    scaled = _scaled(logits, plain, width=width, objective=objective, f=f)
+    scaled = _scaled(logits, plain, objective, f)
     student = _outcomes(scaled, teacher.ids, f)
     losses = divergence(student, teacher.log_probs, beta=objective.beta, f=f)
     kl = losses if objective.beta == 0 else divergence(student, teacher.log_probs, beta=0.0, f=f)
@@ -133,7 +102,7 @@ def measure(
     return losses + weight * cross_entropy, f.stack([kl, cross_entropy, agrees, -teacher.target, is_wrong])
 
 
-def divergence(student: Any, teacher: Any, *, beta: float, f: Functions) -> Any:
+def divergence(student: Any, teacher: Any, *, beta: float, f: ModuleType) -> Any:
     """Return the generalized Jensen-Shannon divergence of rows of log probabilities."""
     if beta == 0:
         return _kl(teacher, student, f)
@@ -149,21 +118,21 @@ def metric_sums(values: Any, counted: Any) -> Mapping[str, tuple[Any, Any]]:
     return {name: ((values[:, column] * counted).sum(), total) for column, name in enumerate(METRICS)}
 
 
-def _kl(p: Any, q: Any, f: Functions) -> Any:
+def _kl(p: Any, q: Any, f: ModuleType) -> Any:
     return (f.exp(p) * (p - q)).sum(-1)
 
 
-def _scaled(logits: Any, plain: Any, *, width: int, objective: Objective, f: Functions) -> Any:
-    if objective.temperature == 1 and logits.shape[-1] == width:
+def _scaled(logits: Any, plain: Any, objective: Objective, f: ModuleType) -> Any:
+    if objective.temperature == 1 and logits.shape[-1] == objective.width:
         return plain
-    return f.log_softmax(logits[..., :width] / objective.temperature)
+    return f.log_softmax(logits[..., : objective.width] / objective.temperature)
 
 
-def _outcomes(log_probs: Any, ids: Any, f: Functions) -> Any:
+def _outcomes(log_probs: Any, ids: Any, f: ModuleType) -> Any:
     """Return the log probabilities of the tokens `ids`, and of all others as one outcome."""
     if ids is None:
         return log_probs
     kept = f.gather(log_probs, ids)
     if ids.shape[-1] == log_probs.shape[-1]:
         return kept
-    return f.concat(kept, f.logsumexp(f.without(log_probs, ids))[:, None])
+    return f.concat([kept, f.logsumexp(f.without(log_probs, ids))[:, None]])

@@ -12,6 +12,7 @@ import numpy as np
 
 from crosstune.core.out_of_memory import LOADING
 from crosstune.core.protocols import Array
+from crosstune.mlx_engine import array_functions
 from crosstune.mlx_engine.device import memory_errors
 from crosstune.mlx_engine.load import DTYPES, load_model
 from crosstune.mlx_engine.task import Arrays, MetricSums
@@ -31,60 +32,18 @@ from crosstune.recipes.distill.recipe import DistillBatch
 from crosstune.recipes.distill.teacher import Teacher
 
 
-class MlxFunctions:
-    exp = staticmethod(mx.exp)
-    logaddexp = staticmethod(mx.logaddexp)
-
-    @staticmethod
-    def log_softmax(x: mx.array) -> mx.array:
-        return nn.log_softmax(x, axis=-1)
-
-    @staticmethod
-    def logsumexp(x: mx.array) -> mx.array:
-        return mx.logsumexp(x, axis=-1)
-
-    @staticmethod
-    def argmax(x: mx.array) -> mx.array:
-        return mx.argmax(x, axis=-1)
-
-    @staticmethod
-    def top_ids(x: mx.array, count: int) -> mx.array:
-        return mx.argsort(-x, axis=-1)[..., :count]
-
-    @staticmethod
-    def gather(x: mx.array, ids: mx.array) -> mx.array:
-        return mx.take_along_axis(x, ids, axis=-1)
-
-    @staticmethod
-    def without(x: mx.array, ids: mx.array) -> mx.array:
-        hidden = mx.put_along_axis(mx.zeros(x.shape), ids, mx.array(-mx.inf), axis=-1)
-        return x + hidden
-
-    @staticmethod
-    def concat(*parts: mx.array) -> mx.array:
-        return mx.concatenate(list(parts), axis=-1)
-
-    @staticmethod
-    def stack(columns: list[mx.array]) -> mx.array:
-        return mx.stack(columns, axis=-1)
-
-    @staticmethod
-    def as_ids(x: mx.array) -> mx.array:
-        return x.astype(mx.int32)
-
-
 class DistillLM(CausalLM):
     """A language model with the divergence from a teacher as its loss."""
 
     metric_names = METRICS
     eval_metric_names = (*METRICS, "exact_match")
 
-    def __init__(self, objective: Objective, teacher: Teacher, *, width: int) -> None:
-        self.objective, self.teacher, self.width = objective, teacher, width
+    def __init__(self, objective: Objective, teacher: Teacher) -> None:
+        self.objective, self.teacher = objective, teacher
 
     def prepare_loss(self, model: nn.Module) -> CausalLoss:
         first = self.teacher.is_base(self.opening.plan)
-        self.prepared = DistillLoss(model, self.objective, width=self.width, keeps_first=first)
+        self.prepared = self._loss = DistillLoss(model, self.objective, keeps_first=first)
         return self.prepared
 
     def arrays(self, batch: DistillBatch) -> Mapping[str, Array]:  # type: ignore[override]
@@ -110,7 +69,7 @@ class DistillLM(CausalLM):
     def teacher_rows(self, session: Any, batches: Iterable[DistillBatch]) -> list[Array]:
         """Return the packed distributions of the teacher for the supervised tokens of each batch."""
         self._open()
-        weights, columns = list[int](), self.objective.num_columns(self.width)
+        weights, columns = list[int](), self.objective.num_columns
 
         def noted() -> Iterable[DistillBatch]:
             for batch in batches:
@@ -121,11 +80,6 @@ class DistillLM(CausalLM):
         return [
             vector.reshape(-1, columns)[:weight] for vector, weight in zip(found, weights, strict=True)
         ]  # without the padding of compiled steps
-
-    @property
-    def _loss(self) -> DistillLoss:
-        assert isinstance(self.prepared, DistillLoss)
-        return self.prepared
 
     def _open(self) -> None:
         """Open the teacher, unless it is open or is the base under the adapters."""
@@ -142,9 +96,9 @@ class DistillLM(CausalLM):
 class DistillLoss(TokenLoss):
     """The loss of the student. Its teacher is another model, or the student with its `first` weights."""
 
-    def __init__(self, model: nn.Module, objective: Objective, *, width: int, keeps_first: bool) -> None:
+    def __init__(self, model: nn.Module, objective: Objective, *, keeps_first: bool) -> None:
         super().__init__(model)
-        self.objective, self.width, self.f = objective, width, MlxFunctions()
+        self.objective = objective
         self.teacher: CausalLoss | None = None
         self.first = self.trained_weights() if keeps_first else None
 
@@ -165,7 +119,7 @@ class DistillLoss(TokenLoss):
         read, found = self._reader(arrays, self.trained_weights()), list[mx.array]()
         hidden = self._hidden(arrays) if self._split is not None else None
         for chunk in self._chunks(hidden):
-            found.append(pack_rows(read(chunk), self.f))
+            found.append(pack_rows(read(chunk), array_functions))
             mx.eval(found[-1])
         return mx.concatenate(found).reshape(-1)
 
@@ -174,15 +128,8 @@ class DistillLoss(TokenLoss):
         read = self._reader(arrays, weights)
 
         def measured(logits: mx.array, chunk: slice) -> tuple[mx.array, mx.array]:
-            return measure(
-                logits,
-                arrays["targets"][chunk],
-                read(chunk),
-                width=self.width,
-                objective=self.objective,
-                f=self.f,
-                weight=arrays["ce_weight"],
-            )
+            targets, weight = arrays["targets"][chunk], arrays["ce_weight"]
+            return measure(logits, targets, read(chunk), self.objective, array_functions, weight=weight)
 
         hidden = self._hidden(arrays) if self._split is not None else self._all_logits(arrays)
         return self.measure(hidden, weights, measured)
@@ -191,7 +138,7 @@ class DistillLoss(TokenLoss):
         """Return a function for the teacher's distributions of some of the supervised tokens: stored, or computed."""
         stored = arrays.get("teacher")
         if stored is not None:
-            return lambda chunk: unpack_rows(stored[chunk], self.width, self.objective, self.f)
+            return lambda chunk: unpack_rows(stored[chunk], self.objective, array_functions)
         model: CausalLoss = self
         if self.first is None:
             assert self.teacher is not None, "the teacher is open"
@@ -205,8 +152,6 @@ class DistillLoss(TokenLoss):
         def read(chunk: slice) -> TeacherRows:
             logits = split.logits(inputs[chunk]) if split is not None else inputs[chunk]
             logits = mx.stop_gradient(logits.astype(mx.float32))
-            return read_teacher(
-                logits, arrays["targets"][chunk], width=self.width, objective=self.objective, f=self.f
-            )
+            return read_teacher(logits, arrays["targets"][chunk], self.objective, array_functions)
 
         return read

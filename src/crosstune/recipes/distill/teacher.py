@@ -111,11 +111,6 @@ class Teacher:
                 why=f"it has {theirs.num_rows:,} outputs, and the tokenizer {width:,} tokens.",
             )
 
-    def has_other_template(self, tokenizer: Tokenizer) -> bool:
-        """Return True if the teacher has a chat template that is not the one of `tokenizer`."""
-        own = self.tokenizer.chat_template
-        return own is not None and own != tokenizer.chat_template
-
     def opening(self) -> contextlib.AbstractContextManager[None]:
         """Name the option in errors of the `with` block."""
         return naming("teacher" if self.config.teacher_quantization == "none" else "teacher_quantization")

@@ -22,52 +22,12 @@ from crosstune.recipes.distill.losses import (
 )
 from crosstune.recipes.distill.recipe import DistillBatch
 from crosstune.recipes.distill.teacher import Teacher
+from crosstune.torch_engine import array_functions
 from crosstune.torch_engine.device import PRECISIONS, memory_errors
 from crosstune.torch_engine.loading.load import load_model
 from crosstune.torch_engine.task import FirstWeights, MetricSums, Tensors
 from crosstune.torch_engine.tasks.causal_lm import CausalLM, count_exact
 from crosstune.torch_engine.tasks.model_input import ModelInput
-
-
-class TorchFunctions:
-    exp = staticmethod(torch.exp)
-    logaddexp = staticmethod(torch.logaddexp)
-
-    @staticmethod
-    def log_softmax(x: torch.Tensor) -> torch.Tensor:
-        return torch.log_softmax(x, dim=-1)
-
-    @staticmethod
-    def logsumexp(x: torch.Tensor) -> torch.Tensor:
-        return torch.logsumexp(x, dim=-1)
-
-    @staticmethod
-    def argmax(x: torch.Tensor) -> torch.Tensor:
-        return x.argmax(dim=-1)
-
-    @staticmethod
-    def top_ids(x: torch.Tensor, count: int) -> torch.Tensor:
-        return x.topk(count, dim=-1).indices
-
-    @staticmethod
-    def gather(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return x.gather(-1, ids)
-
-    @staticmethod
-    def without(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return x.scatter(-1, ids, -torch.inf)
-
-    @staticmethod
-    def concat(*parts: torch.Tensor) -> torch.Tensor:
-        return torch.cat(parts, dim=-1)
-
-    @staticmethod
-    def stack(columns: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(columns, dim=-1)
-
-    @staticmethod
-    def as_ids(x: torch.Tensor) -> torch.Tensor:
-        return x.long()
 
 
 class DistillLM(CausalLM):
@@ -76,10 +36,9 @@ class DistillLM(CausalLM):
     metric_names = METRICS
     eval_metric_names = (*METRICS, "exact_match")
 
-    def __init__(self, objective: Objective, teacher: Teacher, *, width: int) -> None:
+    def __init__(self, objective: Objective, teacher: Teacher) -> None:
         super().__init__()
-        self.objective, self.teacher, self.width = objective, teacher, width
-        self.f = TorchFunctions()
+        self.objective, self.teacher = objective, teacher
         self._opened: nn.Module | None = None
         self._first: FirstWeights | None = None
 
@@ -111,11 +70,11 @@ class DistillLM(CausalLM):
         def compute(model: nn.Module, tensors: Tensors) -> torch.Tensor:
             given = ModelInput.of(tensors)
             read, count = self._reader(model, tensors, given), len(given.targets)
-            size = max(1, 2**24 // self.width)
+            size = max(1, 2**24 // self.objective.width)
             places = [slice(start, start + size) for start in range(0, count, size)]
-            return torch.cat([pack_rows(read(place), self.f).reshape(-1) for place in places])
+            return torch.cat([pack_rows(read(place), array_functions).reshape(-1) for place in places])
 
-        columns = self.objective.num_columns(self.width)
+        columns = self.objective.num_columns
         return [vector.reshape(-1, columns) for vector in session.map_batches(batches, compute)]
 
     def _measure(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,14 +84,9 @@ class DistillLM(CausalLM):
         read = self._reader(model, tensors, given)
 
         def measured(logits: torch.Tensor, place: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            targets, weight = given.targets[place], tensors["ce_weight"]
             return measure(
-                logits.float(),
-                given.targets[place],
-                read(place),
-                width=self.width,
-                objective=self.objective,
-                f=self.f,
-                weight=tensors["ce_weight"],
+                logits.float(), targets, read(place), self.objective, array_functions, weight=weight
             )
 
         return self.measure_tokens(
@@ -147,9 +101,9 @@ class DistillLM(CausalLM):
     ) -> Callable[[slice], TeacherRows]:
         """Return a function for the teacher's distributions of some of the supervised tokens: stored, or computed a chunk at a
         time."""
-        stored, f = tensors.get("teacher"), self.f
+        stored = tensors.get("teacher")
         if stored is not None:
-            return lambda place: unpack_rows(stored[place], self.width, self.objective, f)
+            return lambda place: unpack_rows(stored[place], self.objective, array_functions)
         self._open()
         if self._first is not None:
             with self._first.restored(model):
@@ -164,8 +118,8 @@ class DistillLM(CausalLM):
             if last is None or last[0] != place.start:
                 last = None  # before the next is computed
                 logits = logits_of(inputs[place]).float()
-                options: dict[str, Any] = {"width": self.width, "objective": self.objective, "f": f}
-                last = (place.start, read_teacher(logits, given.targets[place], **options))
+                rows = read_teacher(logits, given.targets[place], self.objective, array_functions)
+                last = (place.start, rows)
             return last[1]
 
         return read

@@ -20,6 +20,7 @@ Metric = Callable[[Places], float]
 UNREADABLE = "unreadable"
 FEW_GROUPS = 10
 """Resampling fewer groups than this gives unreliable intervals."""
+MOST_WORST = 10
 MIN_PAIRS, LENGTH_BIAS = 20, 0.1
 """The minimum number of pairs to measure a length bias on, and the fraction above which it is reported."""
 FRACTIONS = ("accuracy", "within_1", "swap_consistency")
@@ -27,9 +28,15 @@ CONSTANT, LONGER, SHORTER, UNTRAINED = "constant", "longer answer", "shorter ans
 
 
 def evaluate_items(
-    items: Sequence[Item], found: Sequence[Judgement], *, scale: Scale, intervals: bool = True
+    items: Sequence[Item],
+    found: Sequence[Judgement],
+    *,
+    scale: Scale,
+    intervals: bool = True,
+    others: Mapping[str, Sequence[Judgement]] | None = None,
 ) -> Report:
-    """Return the metrics, their 95 % intervals, the confusion matrix, and notes on undefined metrics.
+    """Return the metrics, their 95 % intervals, the confusion matrix, and notes on undefined metrics; and under `baselines` the
+    reports of other judges on the same items.
 
     An unreadable verdict counts as wrong: as the score farthest from the reference score and never within a point of it, or
     as a fourth class.
@@ -60,6 +67,10 @@ def evaluate_items(
     if any(one.text for _, one in explained):
         rouge = [metrics.rouge_l(item.critique, one.feedback) for item, one in explained]
         values["rouge_l"] = float(np.mean(rouge))
+    if others is not None:
+        report["baselines"] = {
+            name: evaluate_items(items, each, scale=scale) for name, each in others.items()
+        }
     return report
 
 
@@ -79,20 +90,7 @@ def defined_metrics(report: Report) -> dict[str, float]:
     return shown | {"unreadable": report["num_unreadable"] / report["num_items"]}
 
 
-def evaluate_with_baselines(
-    items: Sequence[Item],
-    found: Sequence[Judgement],
-    *,
-    scale: Scale,
-    others: Mapping[str, Sequence[Judgement]],
-) -> Report:
-    """Return the report of a judge, with the reports of other judges on the same items under `baselines`."""
-    report = evaluate_items(items, found, scale=scale)
-    report["baselines"] = {name: evaluate_items(items, each, scale=scale) for name, each in others.items()}
-    return report
-
-
-def worst_items(items: Sequence[Item], found: Sequence[Judgement], *, most: int = 10) -> list[int]:
+def worst_items(items: Sequence[Item], found: Sequence[Judgement]) -> list[int]:
     """Return the indices of the items whose verdicts are farthest from the reference verdicts, the worst first."""
 
     def distance(place: int) -> tuple[float, float]:
@@ -105,7 +103,7 @@ def worst_items(items: Sequence[Item], found: Sequence[Judgement], *, most: int 
         return (abs(item.score - one.score), one.confidence or 0.0)
 
     ordered = sorted(range(len(items)), key=lambda place: (distance(place), -place), reverse=True)
-    return [place for place in ordered if distance(place)[0] > 0][:most]
+    return [place for place in ordered if distance(place)[0] > 0][:MOST_WORST]
 
 
 def is_right(item: Item, one: Judgement, scale: Scale) -> bool:
@@ -225,10 +223,10 @@ def _length_notes(items: Sequence[Item], found: Sequence[Judgement]) -> list[str
 def _add_calibration(report: Report, items: Sequence[Item], found: Sequence[Judgement], scale: Scale) -> None:
     rows = [(item, one) for item, one in zip(items, found, strict=True) if one.confidence is not None]
     if rows:
-        confidence = [one.confidence or 0.0 for _, one in rows]
         correct = [is_right(item, one, scale) for item, one in rows]
-        report["metrics"]["ece"] = metrics.expected_calibration_error(confidence, correct)
-        report["calibration"] = metrics.reliability(confidence, correct)
+        bins = metrics.reliability([one.confidence or 0.0 for _, one in rows], correct)
+        report["metrics"]["ece"] = metrics.expected_calibration_error(bins)
+        report["calibration"] = bins
 
 
 def _longer(item: Item) -> str:

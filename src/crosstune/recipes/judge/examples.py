@@ -14,42 +14,40 @@ from numpy.typing import NDArray
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import Example, IntArray, TokenBatch, pad_rows
-from crosstune.data.named_datasets import RowsPart
 from crosstune.data.read.formats import as_messages, has_empty_answer, tools_of
-from crosstune.data.read.sources import Source
 from crosstune.data.render.rendering import encode_conversation
-from crosstune.data.tokens.corpus import Corpus, open_corpus
-from crosstune.data.tokens.encode import OnProgress
+from crosstune.data.tokens.corpus import Corpus
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.metrics import Floats, log_softmax
 from crosstune.recipes.judge.verdicts import VerdictFormat, prompt_messages, training_messages
+from crosstune.recipes.preference.open_pairs import open_messages
 from crosstune.recipes.preference.read_pairs import Preference
 
+_UNLIMITED: Mapping[str, Any] = {
+    "context_length": 2**24, "truncation": "error", "model_limit": None, "ways": ("drop",)
+}  # fmt: skip
 _QUESTION = [{"role": "user", "content": "Rate the answer."}]
 
 
 def encode_items(
     items: Sequence[Item],
+    tokenizer: Tokenizer,
     *,
+    config: Config,
     verdict: VerdictFormat,
     tokens: LabelTokens,
-    tokenizer: Tokenizer,
-    config: Config,
-    name: str,
-    model_limit: int | None,
-    progress: OnProgress | None = None,
+    **options: Any,
 ) -> ItemCorpus:
     """Tokenize conversations with their verdicts. A score between two labels becomes a soft label, if --soft_scores."""
-    corpus = _corpus(
+    corpus = open_messages(
         [{"messages": training_messages(item, verdict)} for item in items],
         tokenizer,
-        name=name,
         context_length=config.context_length,
         truncation=config.truncation,
-        model_limit=model_limit,
-        progress=progress,
+        ways=("drop",),
         place=lambda number: f"item {items[number - 1].id}",
+        **options,
     )
     kept = [items[place] for place in corpus.rows().tolist()]
     return ItemCorpus(
@@ -60,6 +58,7 @@ def encode_items(
             for place, item in enumerate(kept)
         ],
         targets=np.array([_target(item, verdict) for item in kept], np.float32),
+        by_rows=config.head == "scalar",
     )
 
 
@@ -68,14 +67,8 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Return the tokens of each item up to its label, rendered exactly as in training."""
     any_verdict = {"role": "assistant", "content": verdict.write(verdict.labels.texts[0])}
-    corpus = _corpus(
-        [{"messages": [*prompt_messages(item, verdict), any_verdict]} for item in items],
-        tokenizer,
-        name="the items to judge",
-        context_length=2**24,
-        truncation="error",
-        model_limit=None,
-    )
+    rows = [{"messages": [*prompt_messages(item, verdict), any_verdict]} for item in items]
+    corpus = open_messages(rows, tokenizer, name="the items to judge", **_UNLIMITED)
     prompts = []
     for example in corpus:
         place = tokens.place_in(example.tokens, example.supervised)
@@ -108,24 +101,18 @@ def encode_answers(items: Sequence[Item], *, tokenizer: Tokenizer) -> list[list[
             found[place] = encode_conversation(turns, tokenizer, index=0, whole=False, tools=tools_of(row))
     others = [place for place in range(len(rows)) if place not in found]
     if others:
-        corpus = _corpus(
-            [rows[place] for place in others],
-            tokenizer,
-            name="the answers to judge",
-            context_length=2**24,
-            truncation="error",
-            model_limit=None,
-        )
+        kept = [rows[place] for place in others]
+        corpus = open_messages(kept, tokenizer, name="the answers to judge", **_UNLIMITED)
         found |= dict(zip(others, corpus, strict=True))
     return [
-        found[place].tokens[: reward_place(found[place], tokenizer) + 1].tolist()
+        found[place].tokens[: reward_place(found[place], tokenizer.pad_id) + 1].tolist()
         for place in range(len(rows))
     ]
 
 
-def reward_place(example: Example, tokenizer: Tokenizer) -> int:
+def reward_place(example: Example, pad_id: int) -> int:
     """Return the last token that is not the padding token, where a sequence classifier of transformers reads its output."""
-    return int(np.flatnonzero(example.tokens != tokenizer.pad_id)[-1])
+    return int(np.flatnonzero(example.tokens != pad_id)[-1])
 
 
 def soft_label(
@@ -150,20 +137,6 @@ def _target(item: Item, verdict: VerdictFormat) -> float:
     return {"A": 1.0, "B": 0.0}.get(item.winner or "", 0.5)
 
 
-def _corpus(
-    rows: Sequence[dict[str, Any]],
-    tokenizer: Tokenizer,
-    *,
-    name: str,
-    progress: Any = None,
-    **options: Any,
-) -> Corpus:
-    source = Source(name=name, parts=(RowsPart(name=name, loaded=list(rows)),), form="messages")
-    return open_corpus(
-        source, tokenizer, asked_format="messages", whole=False, progress=progress, ways=("drop",), **options
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class JudgeBatch(TokenBatch):
     """Rows with soft targets: `targets` have the probability 1 - `shares`, and `others` the rest."""
@@ -174,8 +147,7 @@ class JudgeBatch(TokenBatch):
     """The score of each row as a fraction of the scale."""
     ends: IntArray
     """The last token of each prompt, before the verdict."""
-    by_rows: bool = False
-    """True if the loss is a sum over rows (scalar head)."""
+    by_rows: bool
 
     @property
     def weight(self) -> int:
@@ -201,11 +173,13 @@ class ItemCorpus:
     """The soft label of each example; None if it has a single label."""
     targets: NDArray[np.float32]
     """The score of each example as a fraction of the scale."""
+    by_rows: bool = False
+    """True if the loss is a sum over rows (scalar head)."""
 
     def __len__(self) -> int:
         return len(self.corpus)
 
-    def batch(self, places: Sequence[int], *, pad_id: int, by_rows: bool = False) -> JudgeBatch:
+    def batch(self, places: Sequence[int], *, pad_id: int) -> JudgeBatch:
         rows = [self.corpus[place] for place in places]
         plain = pad_rows(rows, pad_id=pad_id)
         others, shares = plain.targets.copy(), np.zeros(plain.targets.shape, dtype=np.float32)
@@ -220,13 +194,14 @@ class ItemCorpus:
             shares=shares,
             scores=self.targets[list(places)],
             ends=np.array([int(row.supervised.argmax()) - 1 for row in rows], dtype=np.int32),
-            by_rows=by_rows,
+            by_rows=self.by_rows,
         )
 
     def ordered(self, places: NDArray[np.int64]) -> ItemCorpus:
         """Return the examples at these indices, in their order."""
         chosen = places.tolist()
-        return ItemCorpus(
+        return dataclasses.replace(
+            self,
             corpus=self.corpus.part(places),
             items=[self.items[place] for place in chosen],
             soft=[self.soft[place] for place in chosen],
@@ -323,7 +298,7 @@ def find_label_tokens(verdict: VerdictFormat, tokenizer: Tokenizer) -> LabelToke
         )
     tails = [tuple(text[common:]) for text in texts]
     before, inside = tuple(texts[0][first:common]), ()
-    if verdict.ends_with_label:  # most tokenizers join the space before it with its first character
+    if verdict.name == "result":  # most tokenizers join the space before it with its first character
         alone, *longer = (
             encode(" ".join(("Feedback: none", said)).strip()).tokens.tolist()
             for said in ("", *map(verdict.write, verdict.labels.texts))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError, shown
 from crosstune.core.events import Observer
+from crosstune.data.read.formats import turns_text
 
 WINNERS = ("A", "B", "tie")
 MAX_POINTS = 11
@@ -208,6 +209,4 @@ def answer_item(messages: Sequence[Any], answers: tuple[str, ...], number: int, 
 
 def transcript(messages: Sequence[Any]) -> str:
     """Return the text of a single message, or each turn after its role."""
-    if len(messages) == 1:
-        return str(messages[0]["content"])
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in messages)
+    return turns_text(messages, "\n\n")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +23,7 @@ from crosstune.recipes.judge.examples import (
 from crosstune.recipes.judge.items import WINNERS, Item, other_winner, swapped
 from crosstune.recipes.judge.metrics import Floats, fit_temperature, log_softmax, soften
 from crosstune.recipes.judge.verdicts import JudgeSettings, VerdictFormat
+from crosstune.recipes.sft import engine_parts
 
 Progress = Callable[[int, int], None]
 Prompts = Sequence[list[int]]
@@ -74,24 +75,11 @@ class Judge:
     def tokens(self) -> LabelTokens:
         return find_label_tokens(self.verdict, self.tokenizer)
 
-    @property
-    def _longest_prompt(self) -> int | None:
-        if self.max_tokens is None or self.settings.is_reward:
-            return self.max_tokens
-        return self.max_tokens - max(map(len, self.tokens.sequences))
-
-    def too_long(self, items: Sequence[Item]) -> list[Item]:
-        """Return the items with a prompt that does not fit into the context; `judge` does not judge them."""
-        longest = self._longest_prompt
-        if longest is None:
-            return []
-
-        def prompts(item: Item) -> Prompts:
-            if self.settings.is_reward:
-                return encode_answers([item], tokenizer=self.tokenizer)
-            return self.prompts([item, swapped(item)] if item.is_pair else [item])
-
-        return [item for item in items if max(map(len, prompts(item))) > longest]
+    def _fitting(self, prompts: Prompts) -> list[int]:
+        """Return the indices of the prompts that fit into the context, with the longest label."""
+        label = 0 if self.settings.is_reward else max(map(len, self.tokens.sequences))
+        longest = self.max_tokens - label if self.max_tokens is not None else math.inf
+        return [place for place, prompt in enumerate(prompts) if len(prompt) <= longest]
 
     def judge(
         self,
@@ -109,8 +97,7 @@ class Judge:
         is_pair = items[0].is_pair
         asked = [*items, *(swapped(item) for item in items)] if is_pair else items
         prompts = self.prompts(asked)
-        longest = self._longest_prompt
-        fitting = [place for place, prompt in enumerate(prompts) if longest is None or len(prompt) <= longest]
+        fitting = self._fitting(prompts)
         chosen = [prompts[place] for place in fitting]
         if self.settings.head == "scalar":
             judged = self._judge_by_scalar(chosen, progress=progress)
@@ -163,30 +150,32 @@ class Judge:
         return [self.tokenizer.decode(answer.content).strip() for answer in answers]
 
     def _judge_by_scalar(self, prompts: Prompts, *, progress: Progress | None) -> list[Judgement]:
-        parts, scale = engine_parts(self.session.plan.engine), self.verdict.scale
-        values = self._before_verdict(
-            prompts, lambda batch: parts.scalar_scores(self.session, batch), progress
-        )
-        return [Judgement(score=scale.low + scale.span * float(np.clip(v, 0, 1))) for v in values]
+        scale, prompts = self.verdict.scale, self._without_opening(prompts)
+        found = self._head_outputs(prompts, range(len(prompts)), progress)
+        clipped = (float(np.clip(found[place], 0, 1)) for place in range(len(prompts)))
+        return [Judgement(score=scale.low + scale.span * share) for share in clipped]
 
     def _judge_by_rewards(self, items: Sequence[Item], *, progress: Progress | None) -> list[Judgement]:
         """Return the reward of each single answer, or the winner of each pair."""
         prompts = encode_answers(items, tokenizer=self.tokenizer)
-        longest = self._longest_prompt
-        fitting = [place for place, prompt in enumerate(prompts) if longest is None or len(prompt) <= longest]
-        rewards: dict[int, float] = {}
-        parts = engine_parts(self.session.plan.engine)
-        for _, places in self._batches(prompts, [fitting], progress):
-            found = parts.scalar_scores(self.session, [prompts[place] for place in places])
-            rewards |= dict(zip(places, map(float, found), strict=True))
-        judged, start = list[Judgement](), 0
+        rewards = self._head_outputs(prompts, self._fitting(prompts), progress)
+        judged, places = list[Judgement](), itertools.count()
         for item in items:
-            own = range(start, start + len(item.answers))
-            known = tuple(rewards[place] for place in own if place in rewards)
+            own = [rewards.get(next(places)) for _ in item.answers]
+            known = tuple(reward for reward in own if reward is not None)
             is_whole = len(known) == len(own)
             judged.append(self._from_rewards(known) if is_whole else Judgement(too_long=True))
-            start = own.stop
         return judged
+
+    def _head_outputs(
+        self, prompts: Prompts, places: Sequence[int], progress: Progress | None
+    ) -> dict[int, float]:
+        """Return the output of the scalar head for the prompts at these indices."""
+        parts, found = engine_parts("judge", self.session.plan.engine), dict[int, float]()
+        for _, chosen in self._batches(prompts, [places], progress):
+            values = parts.scalar_scores(self.session, [prompts[place] for place in chosen])
+            found |= dict(zip(chosen, map(float, values), strict=True))
+        return found
 
     def _from_rewards(self, rewards: tuple[float, ...]) -> Judgement:
         """Compare two rewards as Bradley and Terry: the probability that A is better is the sigmoid of the difference."""
@@ -200,21 +189,10 @@ class Judge:
         """Return prompts without the verdict's start."""
         return [prompt[: len(prompt) - len(self.tokens.before)] for prompt in prompts]
 
-    def _before_verdict(
-        self, prompts: Prompts, compute: Callable[[Prompts], Sequence[Any]], progress: Progress | None
-    ) -> list[Any]:
-        """Apply a function to batches of prompts without the verdict's start; return a value per prompt."""
-        prompts = self._without_opening(prompts)
-        found: list[Any] = [None] * len(prompts)
-        for _, places in self._batches(prompts, [range(len(prompts))], progress):
-            for place, value in zip(places, compute([prompts[place] for place in places]), strict=True):
-                found[place] = value
-        return found
-
     def _log_probs(self, items: Sequence[Item], prompts: Prompts, *, progress: Progress | None) -> Floats:
         """Return the log probability of each label for each item, normalized over the labels."""
         known: list[dict[tuple[int, ...], Floats]] = [{} for _ in items]
-        parts, current = engine_parts(self.session.plan.engine), None
+        parts, current = engine_parts("judge", self.session.plan.engine), None
         prefix, start = None, 0
         for group, places in self._batches(prompts, self._groups(items), progress):
             if group is not current:
@@ -303,11 +281,5 @@ class Judge:
 
 def judge_task(head: str, engine: str) -> Task:
     """Return the task of a head."""
-    parts = engine_parts(engine)
-    task: Task = parts.ScalarHead() if head == "scalar" else parts.ScoreTokens()
-    return task
-
-
-def engine_parts(engine: str) -> Any:
-    """Return the module with the parts of this recipe for an engine."""
-    return importlib.import_module(f"crosstune.recipes.judge.{engine}_parts")
+    parts = engine_parts("judge", engine)
+    return parts.ScalarHead() if head == "scalar" else parts.ScoreTokens()

@@ -22,6 +22,7 @@ Counts = NDArray[np.int64]
 """A confusion matrix: rows expected, columns found."""
 NUM_DRAWS = 1000
 NUM_BINS = 10
+LEVEL = 0.95
 _ROUNDING = 1e-13
 """Relative spread below which a series is constant."""
 _TEMPERATURES = np.exp(np.linspace(math.log(0.05), math.log(20.0), 241))
@@ -29,7 +30,7 @@ _WORD = re.compile(r"\w+")
 
 
 def bootstrap_draws(
-    count: int, *, groups: Sequence[str] = (), num_draws: int = NUM_DRAWS, seed: int = 0
+    count: int, *, groups: Sequence[str] = (), num_draws: int = NUM_DRAWS
 ) -> Iterator[Places]:
     """Yield items drawn with replacement; whole groups if there are several, since their items are dependent."""
     members: dict[str, list[int]] = {}
@@ -37,14 +38,14 @@ def bootstrap_draws(
         members.setdefault(group, []).append(place)
     rows = list(map(np.array, members.values()))
     size = len(rows) if len(rows) > 1 else count
-    draw = np.random.Generator(np.random.Philox(key=(seed, count)))
+    draw = np.random.Generator(np.random.Philox(key=(0, count)))
     for _ in range(num_draws):
         drawn = draw.integers(0, size, size=size)
         yield np.concatenate([rows[group] for group in drawn]) if 1 < size < count else drawn
 
 
 def intervals(
-    metrics: Mapping[str, Callable[[Places], float]], draws: Iterable[Places], *, level: float = 0.95
+    metrics: Mapping[str, Callable[[Places], float]], draws: Iterable[Places]
 ) -> dict[str, list[float]]:
     """Return the percentile intervals of the metrics that are defined in at least half of the draws."""
     values = np.array([[metric(places) for metric in metrics.values()] for places in draws])
@@ -52,7 +53,7 @@ def intervals(
     for name, column in zip(metrics, values.T, strict=True):
         finite = column[np.isfinite(column)]
         if len(finite) and len(finite) * 2 >= len(column):
-            found[name] = np.quantile(finite, [(1 - level) / 2, (1 + level) / 2]).tolist()
+            found[name] = np.quantile(finite, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist()
     return found
 
 
@@ -91,8 +92,7 @@ def _centered(values: Floats) -> Floats:
     """Center values and scale them to at most 1, so that squares neither overflow nor underflow."""
     centered = values - values.mean()
     largest = np.abs(centered).max()
-    scaled: Floats = centered / largest if largest > _ROUNDING * np.abs(values).max() else centered * 0
-    return scaled
+    return centered / largest if largest > _ROUNDING * np.abs(values).max() else centered * 0
 
 
 def _numbered(values: Floats) -> Places:
@@ -104,8 +104,7 @@ def are_within(expected: ArrayLike, found: ArrayLike, *, distance: float) -> NDA
     """Return which scores differ by at most `distance`; False for NaN."""
     difference = np.abs(np.asarray(found, np.float64) - np.asarray(expected, np.float64))
     # In floating point, 8.7 - 7.7 is a little more than 1.
-    near: NDArray[np.bool_] = difference <= distance * (1 + 1e-9)
-    return near
+    return difference <= distance * (1 + 1e-9)
 
 
 def confusion_matrix(rows: NDArray[np.int64], columns: NDArray[np.int64], *, num_classes: int) -> Counts:
@@ -156,32 +155,26 @@ def reliability(confidence: ArrayLike, correct: ArrayLike) -> list[dict[str, Any
     ]
 
 
-def expected_calibration_error(confidence: ArrayLike, correct: ArrayLike) -> float:
-    """Return the mean gap between confidence and accuracy over the bins, weighted by their counts."""
-    bins = reliability(confidence, correct)
+def expected_calibration_error(bins: Sequence[Mapping[str, float]]) -> float:
+    """Return the mean gap between confidence and accuracy over the bins of `reliability`, weighted by their counts."""
     total = sum(each["count"] for each in bins)
-    distance = sum(each["count"] * abs(each["confidence"] - each["accuracy"]) for each in bins)
-    return distance / total if total else math.nan
+    return sum(each["count"] * abs(each["confidence"] - each["accuracy"]) for each in bins) / total
 
 
 def fit_temperature(log_probs: Floats, targets: Floats) -> float:
     """Return the temperature with the lowest cross entropy to `targets`, distributions over the labels."""
-    if not len(log_probs):
-        return 1.0
     losses = [-(targets * log_softmax(log_probs / t)).sum(axis=1).mean() for t in _TEMPERATURES]
     return float(_TEMPERATURES[int(np.argmin(losses))])
 
 
 def soften(probs: Floats, temperature: float) -> Floats:
     """Return probabilities at a different temperature."""
-    softened: Floats = np.exp(log_softmax(np.log(np.maximum(probs, 1e-300)) / temperature))
-    return softened
+    return np.exp(log_softmax(np.log(np.maximum(probs, 1e-300)) / temperature))
 
 
 def log_softmax(values: Floats) -> Floats:
     shifted = values - values.max(axis=-1, keepdims=True)
-    found: Floats = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return found
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def rouge_l(reference: str, text: str) -> float:

@@ -21,6 +21,7 @@ from crosstune.core.weights import uniform_by_name
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import read_json, write_json
 from crosstune.files.safetensors_header import read_header
+from crosstune.mlx_engine import array_functions
 from crosstune.mlx_engine.adapters import is_head
 from crosstune.mlx_engine.device import memory_errors
 from crosstune.mlx_engine.expert_adapters import Adapter
@@ -34,7 +35,7 @@ from crosstune.models.folder import config_shape, read_config_json, weight_files
 from crosstune.models.identity import RECORD
 from crosstune.models.llama_layout import CONFIG
 from crosstune.recipes.judge.examples import JudgeBatch
-from crosstune.recipes.judge.rewards import REWARD_METRICS, bradley_terry, measure_rewards
+from crosstune.recipes.judge.rewards import HeadLoss
 
 HEAD = "score"
 """The name of a sequence classifier's head in transformers."""
@@ -130,13 +131,13 @@ class Head(nn.Module):
 
 
 class ScalarHead(CausalLM):
-    """A sequence classifier with one output: the score as a fraction of the scale, read after the prompt."""
+    """A sequence classifier with one output: the score as a fraction of the scale, read after the prompt, or a reward."""
 
-    metric_names: Sequence[str] = ("absolute_error",)
     head_names: Sequence[str] = (f"{HEAD}.weight",)
 
-    def __init__(self) -> None:
-        self.eval_metric_names = self.metric_names
+    def __init__(self, loss: HeadLoss | None = None) -> None:
+        self.head_loss = loss or HeadLoss()
+        self.metric_names = self.eval_metric_names = self.head_loss.metric_names
 
     def build(self, opening: BuildContext) -> nn.Module:
         """Add a new head to a language model's body, or load a folder that already has one."""
@@ -177,20 +178,15 @@ class ScalarHead(CausalLM):
         return {"input_ids": batch.input_ids[:, :width], "places": places, "scores": batch.scores}
 
     def loss(self, model: nn.Module, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        return self.measure(self.outputs(arrays["input_ids"], arrays["places"]), arrays["scores"])
+        outputs = self.outputs(arrays["input_ids"], arrays["places"])
+        return self.head_loss(outputs, arrays["scores"], array_functions)
 
     def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
         return self.loss(self._split.model, arrays)
 
     def outputs(self, ids: mx.array, places: mx.array) -> mx.array:
         """Return the head's output after some positions, indices into the flattened rows."""
-        found: mx.array = self._split.model[HEAD](self._split.hidden(ids)[places])[:, 0]
-        return found
-
-    def measure(self, found: mx.array, scores: mx.array) -> tuple[mx.array, MetricSums]:
-        """Return the loss of the head's outputs: the squared error, summed over the rows."""
-        error = found - scores
-        return (error**2).sum(), {"absolute_error": (mx.stop_gradient(mx.abs(error).sum()), len(error))}
+        return self._split.model[HEAD](self._split.hidden(ids)[places])[:, 0]
 
     def check_weights(self, model: nn.Module, trained: Mapping[str, Any]) -> None:
         super().check_weights(model, {k: v for k, v in trained.items() if k not in self.head_names})
@@ -214,21 +210,6 @@ class ScalarHead(CausalLM):
         config |= {"problem_type": "regression", "pad_token_id": Tokenizer.from_folder(self._folder).pad_id}
         write_json(folder / CONFIG, config)
         write_json(folder / RECORD, self.base_record())
-
-
-class RewardHead(ScalarHead):
-    """A sequence classifier with one output: the reward of an answer, learned from pairs."""
-
-    metric_names = REWARD_METRICS
-
-    def __init__(self, *, center: float = 0.0) -> None:
-        super().__init__()
-        self.center = center
-
-    def measure(self, found: mx.array, scores: mx.array) -> tuple[mx.array, MetricSums]:
-        """Return the Bradley-Terry loss, summed over the pairs."""
-        loss = bradley_terry(found, scores, nn.log_sigmoid, center=self.center)
-        return loss, measure_rewards(mx.stop_gradient(found))
 
 
 def scalar_scores(session: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.float64]:

@@ -12,7 +12,7 @@ from typing import Any
 from crosstune.core.errors import UserError, shown
 from crosstune.data.read.columns import Columns, check_columns
 from crosstune.data.read.files import Row
-from crosstune.data.read.formats import check_media
+from crosstune.data.read.formats import check_media, turns_text
 from crosstune.data.read.sources import Source, row_error, skipped_row
 from crosstune.recipes.judge.items import WINNERS, Item, Scale, read_scale, swapped
 from crosstune.recipes.judge.verdicts import parse_text_verdict
@@ -207,10 +207,7 @@ class ItemReader:
     def _score(self, fields: Mapping[str, Any], scale: Scale) -> float | None:
         if (value := self._label(fields, "score")) is None:
             return None
-        try:
-            score = math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
-        except (TypeError, ValueError):
-            score = math.nan
+        score = _number(value)
         if not math.isfinite(score):
             raise UserError(f"The score is not a number: {shown(value)}.")
         _check_scale(score, scale)
@@ -251,7 +248,7 @@ def _from_preference(one: Preference, *, group: str, shared: dict[str, Any]) -> 
 
     A hash of the texts decides which answer is A, so that the order tells a judge nothing.
     """
-    task, *answers = (_turns_text(turns) for turns in (one.prompt, *one.answers))
+    task, *answers = (turns_text(turns) for turns in (one.prompt, *one.answers))
     item = Item(
         **shared,
         group=group or task,
@@ -274,21 +271,20 @@ def _has_preference(row: Row) -> bool:
     return all(named) or any(side in row for side in sides)
 
 
-def _turns_text(turns: Sequence[Mapping[str, Any]]) -> str:
-    if len(turns) == 1:
-        return str(turns[0]["content"])
-    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
-
-
 def _margin(fields: Mapping[str, Any]) -> float:
     value = fields.get("margin", 0.0)
-    try:
-        margin = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        margin = math.nan
+    margin = _number(value)
     if not math.isfinite(margin):
         raise UserError(f"The margin is not a number: {shown(value)}.", do="correct it, or rename the column")
     return margin
+
+
+def _number(value: Any) -> float:
+    """Return a value as a number; NaN if it is not one."""
+    try:
+        return math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _check_scale(score: float, scale: Scale, *, out_of: float | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,70 +13,54 @@ from numpy.typing import NDArray
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
+from crosstune.core.events import Evaluating, Observer
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.core.weights import averaged
 from crosstune.data.batches.epoch_order import Mixture
 from crosstune.data.batches.row_order import rows_per_evaluation
 from crosstune.data.preflight import warnings_of
-from crosstune.models.folder import longest_context
 from crosstune.recipes.judge.evaluation import defined_metrics, evaluate_items
 from crosstune.recipes.judge.examples import ItemCorpus, encode_items, find_label_tokens
 from crosstune.recipes.judge.items import Item
-from crosstune.recipes.judge.judge import Judge, engine_parts, judge_task
+from crosstune.recipes.judge.judge import Judge, judge_task
 from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
-from crosstune.recipes.judge.rewards import PairCorpus, encode_pairs
+from crosstune.recipes.judge.rewards import HeadLoss, PairCorpus, encode_pairs
 from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, training_messages
 from crosstune.recipes.preference.data_report import BALANCE, MAX_MEASURED, length_bias
-from crosstune.recipes.sft import TokenRecipe, open_tokenizer, write_tokenizer
+from crosstune.recipes.sft import TokenRecipe, engine_parts
 
 
 class JudgeRecipe(TokenRecipe):
     """The tokenized items of one run, and their evaluation."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        model_folder: Path,
-        observer: Observer | None = None,
-        data: JudgeData | None = None,
-    ) -> None:
-        self.config, self.observer = config, observer or Observers()
-        self.tokenizer = open_tokenizer(config, model_folder)
+    temperature = 1.0
+    """Of the labels' probabilities; fitted in each evaluation."""
+
+    def __init__(self, config: Config, *, data: JudgeData | None = None, **options: Any) -> None:
+        super().__init__(config, **options)
         self.data = data if data is not None else open_judge_data(config)
         items = [*self.data.train, *self.data.val]
         self.verdict = choose_format(config.verdict, scale=self.data.scale, items=items)
         _check(config, pairs=self.verdict.name == "winner")
         self.tokens = find_label_tokens(self.verdict, self.tokenizer)
-        self._limit = longest_context(model_folder)
         self.train = self._encode(self.data.train, "training")
         if config.balance_scores:
             self._balance()
         self.corpus = self.train.corpus
         self.held_out = self._encode(self.data.val, "validation") if self.data.val else None
-        self.temperature = 1.0
         if config.head == "scalar":
-            self.weight_name = "examples"
+            self.weight_name = "pairs" if self.settings.is_reward else "examples"
 
     def _encode(self, items: Sequence[Item], name: str) -> ItemCorpus | PairCorpus:
-        return encode_items(items, verdict=self.verdict, tokens=self.tokens, **self._encoding(name))
-
-    def _encoding(self, name: str) -> dict[str, Any]:
-        """Return the options of a tokenization."""
-
-        def show(done: int, total: int, examples: int) -> None:
-            self.observer.on_event(
-                Tokenizing(source=name, done_bytes=done, total_bytes=total, examples=examples)
-            )
-
-        return {
-            "tokenizer": self.tokenizer,
+        given: dict[str, Any] = {
             "config": self.config,
             "name": f"the {name} items of {self.config.dataset}",
-            "model_limit": self._limit,
-            "progress": show,
+            "model_limit": self.model_limit,
+            "progress": self.show_tokenizing(name),
         }
+        if self.settings.is_reward:
+            return encode_pairs(items, self.tokenizer, **given)
+        return encode_items(items, self.tokenizer, verdict=self.verdict, tokens=self.tokens, **given)
 
     def _balance(self) -> None:
         """Sort the examples by label for a mixture that draws every label equally often."""
@@ -89,26 +73,18 @@ class JudgeRecipe(TokenRecipe):
     def task(self, engine: str) -> Task:
         return judge_task(self.config.head, engine)
 
-    def longest_batch(self, size: int) -> Any:
-        return next(self._batches(self.train, self.longest_places(size), size=size))
+    def rows(self, step: int) -> list[int]:
+        places = super().rows(step)  # of rewards: pairs
+        return places if isinstance(self.train, PairCorpus) else [self.corpus[at].index for at in places]
 
-    def micro_batches(self, step: int) -> list[Any]:
-        places = [row[0] for row in self._order().rows(step)]
-        return list(self._batches(self.train, places, size=self.config.batch_size))
-
-    def _batches(self, corpus: Any, places: Sequence[int], *, size: int) -> Iterator[Any]:
-        pad_id, by_rows = self.tokenizer.pad_id, self.config.head == "scalar"
-        for start in range(0, len(places), size):
-            yield corpus.batch(places[start : start + size], pad_id=pad_id, by_rows=by_rows)
+    def batch(self, part: Any, rows: Sequence[Sequence[int]], **options: Any) -> Any:
+        return part.batch([place for [place] in rows], pad_id=self.tokenizer.pad_id)
 
     def identity(self) -> str:
         return hashlib.sha256(f"{self.config.head} {self.train.identity()}".encode()).hexdigest()
 
-    def eval_identity(self) -> str | None:
-        return self.held_out.identity() if self.held_out is not None else None
-
-    def skipped_rows(self) -> Sequence[str]:
-        return self.data.skipped
+    def identity_of(self, part: ItemCorpus | PairCorpus) -> str:
+        return part.identity()
 
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
@@ -140,15 +116,15 @@ class JudgeRecipe(TokenRecipe):
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
         if self.held_out is None:
             return Evaluation(metrics={})
-        places, size = range(len(self.held_out)), rows_per_evaluation(self.config)
         judge = self.judge(session)
 
         def show(done: int, total: int) -> None:
             observer.on_event(Evaluating(done=done, total=total, what="items"))
 
-        items = list(self.held_out.items)
+        items, size = list(self.held_out.items), rows_per_evaluation(self.config)
+        rows = [[place] for place in range(len(items))]
         with averaged(session):  # verdicts and loss of the same weights
-            result = session.evaluate(self._batches(self.held_out, places, size=size))
+            result = session.evaluate(self.batches(self.held_out, rows, size=size))
             verdicts = judge.judge(items, progress=show)
             samples = self._samples(judge, items[: self.config.num_samples])
         report = evaluate_items(items, verdicts, scale=self.verdict.scale, intervals=False)
@@ -160,19 +136,14 @@ class JudgeRecipe(TokenRecipe):
         return Judge(
             session=session,
             tokenizer=self.tokenizer,
-            settings=self.settings(),
-            max_tokens=self._limit,
+            settings=self.settings,
+            max_tokens=self.model_limit,
             batch_size=rows_per_evaluation(self.config, at_least=16),
         )
 
+    @property
     def settings(self) -> JudgeSettings:
-        return JudgeSettings(
-            verdict=self.verdict.name,
-            scale=str(self.verdict.scale),
-            explains=self.verdict.explains,
-            head=self.config.head,
-            temperature=self.temperature,
-        )
+        return self.verdict.settings(head=self.config.head, temperature=self.temperature)
 
     def _samples(self, judge: Judge, items: Sequence[Item]) -> list[Sample]:
         if not items or self.config.head == "scalar":
@@ -186,8 +157,8 @@ class JudgeRecipe(TokenRecipe):
 
     def complete_result(self, folder: Path) -> None:
         """Write the tokenizer and the judge's settings into the folder of the weights."""
-        write_tokenizer(self.config, self.tokenizer, folder)
-        self.settings().write(folder)
+        super().complete_result(folder)
+        self.settings.write(folder)
 
 
 class RewardRecipe(JudgeRecipe):
@@ -195,23 +166,14 @@ class RewardRecipe(JudgeRecipe):
 
     train: PairCorpus
 
-    def __init__(self, config: Config, **options: Any) -> None:
-        super().__init__(config, **options)
-        self.weight_name = "pairs"
-
-    def _encode(self, items: Sequence[Item], name: str) -> PairCorpus:
-        return encode_pairs(items, **self._encoding(name))
-
     def task(self, engine: str) -> Task:
-        task: Task = engine_parts(engine).RewardHead(center=self.config.center_rewards)
-        return task
+        return engine_parts("judge", engine).ScalarHead(
+            HeadLoss(of_pairs=True, center=self.config.center_rewards)
+        )
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         return self.train.lengths
-
-    def rows(self, step: int) -> list[int]:
-        return [place for row in self._order().rows(step) for place in row]
 
     def describe(self) -> Mapping[str, Any]:
         described = dict(super().describe())

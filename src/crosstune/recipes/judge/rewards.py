@@ -3,39 +3,50 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.config.schema import Config
 from crosstune.data.batches.token_batch import IntArray, pad_rows
 from crosstune.data.tokens.corpus import Corpus
-from crosstune.data.tokens.encode import OnProgress
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.judge.examples import as_preference, reward_place
 from crosstune.recipes.judge.items import Item, swapped
 from crosstune.recipes.preference.open_pairs import PreferenceCorpus, tokenize
 
-REWARD_METRICS = ("accuracy", "margin", "mean_reward")
 
+@dataclass(frozen=True, kw_only=True)
+class HeadLoss:
+    """The loss of a scalar head: the squared error of scores, or the loss of rewards from pairs by Bradley and Terry."""
 
-def bradley_terry(rewards: Any, margins: Any, log_sigmoid: Callable[[Any], Any], *, center: float) -> Any:
-    """Return the loss summed over pairs (arXiv:1706.03741), with margins (2307.09288) and the penalty of reward sums that are
-    not 0 (2312.09244). Rewards are in the order of the pairs, the better answer first."""
-    better, worse = rewards[::2], rewards[1::2]
-    loss = -log_sigmoid(better - worse - margins).sum()
-    return loss + center * ((better + worse) ** 2).sum() if center else loss
+    of_pairs: bool = False
+    center: float = 0.0
+    """Weight of the penalty of reward sums that are not 0 (arXiv:2312.09244)."""
 
+    @property
+    def metric_names(self) -> Sequence[str]:
+        return ("accuracy", "margin", "mean_reward") if self.of_pairs else ("absolute_error",)
 
-def measure_rewards(rewards: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the sums of the metrics and their weights."""
-    better, worse = rewards[::2], rewards[1::2]
-    found = ((better > worse).sum(), len(better)), ((better - worse).sum(), len(better))
-    return dict(zip(REWARD_METRICS, (*found, (rewards.sum(), len(rewards))), strict=True))
+    def __call__(self, outputs: Any, targets: Any, f: ModuleType) -> tuple[Any, dict[str, tuple[Any, Any]]]:
+        """Return the loss, summed over the rows or pairs, and the sums of the metrics. `targets`: scores as fractions of the
+        scale, or the margins of pairs, whose better answer is first (arXiv:1706.03741, margins 2307.09288). `f`: the
+        `array_functions` of an engine."""
+        given = f.detach(outputs)
+        if not self.of_pairs:
+            error = f.absolute(given - targets).sum()
+            return ((outputs - targets) ** 2).sum(), {"absolute_error": (error, len(given))}
+        better, worse = outputs[::2], outputs[1::2]
+        loss = -f.log_sigmoid(better - worse - targets).sum()
+        if self.center:
+            loss = loss + self.center * ((better + worse) ** 2).sum()
+        better, worse, count = given[::2], given[1::2], len(targets)
+        values = ((better > worse).sum(), count), ((better - worse).sum(), count), (given.sum(), len(given))
+        return loss, dict(zip(self.metric_names, values, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +72,6 @@ class PairCorpus:
 
     pairs: PreferenceCorpus
     items: Sequence[Item]
-    tokenizer: Tokenizer
 
     def __len__(self) -> int:
         return len(self.items)
@@ -77,12 +87,12 @@ class PairCorpus:
         lengths, first = self.corpus.lengths(), self.pairs.first
         return np.asarray(lengths[first] + lengths[first + 1], np.int64)
 
-    def batch(self, places: Sequence[int], *, pad_id: int, by_rows: bool = True) -> RewardBatch:
+    def batch(self, places: Sequence[int], *, pad_id: int) -> RewardBatch:
         rows = [example for place in places for example in self.pairs[place].examples]
         plain = pad_rows(rows, pad_id=pad_id)
         return RewardBatch(
             input_ids=plain.input_ids,
-            ends=np.array([reward_place(row, self.tokenizer) for row in rows], dtype=np.int32),
+            ends=np.array([reward_place(row, pad_id) for row in rows], dtype=np.int32),
             scores=np.array([self.items[place].margin for place in places], dtype=np.float32),
             num_tokens=plain.num_tokens,
         )
@@ -94,27 +104,11 @@ class PairCorpus:
         return sha.hexdigest()
 
 
-def encode_pairs(
-    items: Sequence[Item],
-    *,
-    tokenizer: Tokenizer,
-    config: Config,
-    name: str,
-    model_limit: int | None,
-    progress: OnProgress | None = None,
-) -> PairCorpus:
-    """Tokenize the conversation with each answer of the pairs."""
+def encode_pairs(items: Sequence[Item], tokenizer: Tokenizer, **options: Any) -> PairCorpus:
+    """Tokenize the conversation with each answer of the pairs. `options`: see `tokenize`."""
     ordered = [item if item.winner == "A" else swapped(item) for item in items]
     found = [replace(as_preference(item), place=f"item {item.id}") for item in ordered]
     item_of = {id(one): item for one, item in zip(found, items, strict=True)}
-    pairs = tokenize(
-        found,
-        tokenizer,
-        config=config,
-        name=name,
-        model_limit=model_limit,
-        progress=progress,
-        ways=("drop",),
-    )
+    pairs = tokenize(found, tokenizer, ways=("drop",), **options)
     kept = [item_of[id(one)] for one in pairs.preferences]
-    return PairCorpus(pairs=pairs, items=kept, tokenizer=tokenizer)
+    return PairCorpus(pairs=pairs, items=kept)

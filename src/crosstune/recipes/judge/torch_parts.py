@@ -27,7 +27,8 @@ from crosstune.files.json_files import write_json
 from crosstune.models.folder import readable_errors
 from crosstune.models.identity import RECORD, base_record
 from crosstune.recipes.judge.examples import JudgeBatch
-from crosstune.recipes.judge.rewards import REWARD_METRICS, bradley_terry, measure_rewards
+from crosstune.recipes.judge.rewards import HeadLoss
+from crosstune.torch_engine import array_functions
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.loading.adapters import AdaptedLinear
 from crosstune.torch_engine.loading.load import load_model, read_config
@@ -134,8 +135,7 @@ def next_log_probs(
         ).logits[:, -last:]
         chosen = torch.tensor(list(token_ids), device=session.device)
         log_probs = torch.log_softmax(found.float(), dim=-1).index_select(-1, chosen)
-    result: NDArray[np.float64] = log_probs.double().cpu().numpy()
-    return result
+    return log_probs.double().cpu().numpy()
 
 
 def _keep(model: nn.Module, last: int) -> dict[str, Any]:
@@ -166,12 +166,13 @@ class Head(nn.Module):
 
 
 class ScalarHead:
-    """A sequence classifier with one output: the score as a fraction of the scale, read after the prompt."""
+    """A sequence classifier with one output: the score as a fraction of the scale, read after the prompt, or a reward."""
 
-    metric_names: Sequence[str] = ("absolute_error",)
     head_names: Sequence[str] = (f"{HEAD}.weight",)
 
-    def __init__(self) -> None:
+    def __init__(self, loss: HeadLoss | None = None) -> None:
+        self.head_loss = loss or HeadLoss()
+        self.metric_names = self.head_loss.metric_names
         self.opening: BuildContext | None = None
 
     def build(self, opening: BuildContext) -> nn.Module:
@@ -197,8 +198,7 @@ class ScalarHead:
         width = model.get_submodule(HEAD).weight.shape[1]
         start = uniform_by_name(HEAD, shape=(1, width), seed=opening.plan.config.seed)
         _set_head(model, torch.from_numpy(start).to(opening.device))
-        trained: nn.Module = model
-        return trained
+        return model
 
     def arrays(self, batch: Any) -> Mapping[str, Array]:
         width = int(batch.ends.max()) + 1
@@ -209,9 +209,8 @@ class ScalarHead:
         }
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
-        """Return the squared error, summed over the rows."""
-        error = model(tensors["input_ids"], tensors["ends"]) - tensors["scores"]
-        return (error**2).sum(), {"absolute_error": (error.abs().sum(), len(error))}
+        outputs = model(tensors["input_ids"], tensors["ends"])
+        return self.head_loss(outputs, tensors["scores"], array_functions)
 
     def base_record(self) -> dict[str, Any]:
         opening = self.opening
@@ -233,28 +232,11 @@ class ScalarHead:
         write_json(folder / RECORD, self.base_record())
 
 
-class RewardHead(ScalarHead):
-    """A sequence classifier with one output: the reward of an answer, learned from pairs."""
-
-    metric_names = REWARD_METRICS
-
-    def __init__(self, *, center: float = 0.0) -> None:
-        super().__init__()
-        self.center = center
-
-    def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
-        """Return the Bradley-Terry loss, summed over the pairs."""
-        rewards = model(tensors["input_ids"], tensors["ends"])
-        loss = bradley_terry(rewards, tensors["scores"], nn.functional.logsigmoid, center=self.center)
-        return loss, measure_rewards(rewards.detach())
-
-
 def _forward(model: Any, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return the head's output after the token `ends` of each row, in fp32. Rows are padded on the right."""
     hidden = getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state
     last = hidden[torch.arange(len(ids), device=ids.device), ends]
-    scores: torch.Tensor = model.get_submodule(HEAD)(last)[:, 0]
-    return scores
+    return model.get_submodule(HEAD)(last)[:, 0]
 
 
 def scalar_scores(session: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
@@ -264,8 +246,7 @@ def scalar_scores(session: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.
     ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=session.device)
     with _inference(session):
         found = session.model(ids, ends)
-    values: NDArray[np.float64] = found.double().cpu().numpy()
-    return values
+    return found.double().cpu().numpy()
 
 
 def _load_trained(folder: Path, opening: BuildContext) -> nn.Module:
@@ -279,8 +260,7 @@ def _load_trained(folder: Path, opening: BuildContext) -> nn.Module:
             local_files_only=True,
         ).to(opening.device)
     _set_head(model, model.get_submodule(HEAD).weight.detach())
-    trained: nn.Module = model
-    return trained
+    return model
 
 
 def _set_head(model: Any, weight: torch.Tensor) -> None:

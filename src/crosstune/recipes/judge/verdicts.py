@@ -65,16 +65,15 @@ class VerdictFormat:
         return {"score": "Score: ", "result": "[RESULT] ", "json": '{"score": '}.get(self.name, "")
 
     @property
-    def ends_with_label(self) -> bool:
-        """True if feedback is before the label."""
-        return self.name == "result"
-
-    @property
     def after(self) -> str:
         """The text after the label."""
         if self.name == "score":
             return f"/{write_number(self.scale.high)}"
         return ("," if self.explains else "}") if self.name == "json" else ""
+
+    def settings(self, **more: Any) -> JudgeSettings:
+        """Return the settings of a judge with this format."""
+        return JudgeSettings(verdict=self.name, scale=str(self.scale), explains=self.explains, **more)
 
     def request(self) -> str:
         """Return the sentence of the prompt that asks for the verdict."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,23 +61,21 @@ def check_dataset(name: str) -> None:
     )
 
 
-def check_options(config: Config) -> list[UserError]:
-    """Return the problems of options that do not work with this recipe."""
+def check_options(config: Config) -> Iterator[UserError]:
+    """Yield the problems of options that do not work with this recipe."""
     message = "The latent_diffusion recipe does not support"
-    problems = []
     if config.backend == "mlx":
         why, do = "its model is written for torch.", "use --backend mps on a Mac, or cpu"
-        problems.append(UserError(f"{message} --backend mlx.", why=why, do=do))
+        yield UserError(f"{message} --backend mlx.", why=why, do=do)
     if config.train_type != "full":
         why = "its model starts from random weights, so there is no base for an adapter."
         do = "use --train_type full, or remove it"
-        problems.append(UserError(f"{message} --train_type {config.train_type}.", why=why, do=do))
+        yield UserError(f"{message} --train_type {config.train_type}.", why=why, do=do)
     for why, options in _MEANINGLESS.items():
         if found := [f"--{option}" for option in options.split() if option in config.sources]:
             have, them = ("have", "them") if len(found) > 1 else ("has", "it")
             useless = f"{' and '.join(found)} {have} no effect with --recipe latent_diffusion."
-            problems.append(UserError(useless, why=f"{why}.", do=f"remove {them}"))
-    return problems
+            yield UserError(useless, why=f"{why}.", do=f"remove {them}")
 
 
 def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ def draw(
     max_tokens: int,
     dim: int,
     shares: Mapping[str, float],
-    dropped: float,
+    dropped: float = 0.0,
     key: tuple[int, ...],
     latent_noise: float = 0.0,
 ) -> NoiseDraws:
@@ -84,24 +84,18 @@ def draw(
 def _spread(random: np.random.Generator, rows: int) -> NDArray[np.float32]:
     """Return evenly spaced times in random order, so that a step covers all noise levels."""
     times = (random.random() + np.arange(rows) / max(1, rows)) % 1.0
-    spread: NDArray[np.float32] = (T_MIN + (1 - 2 * T_MIN) * random.permutation(times)).astype(np.float32)
-    return spread
+    return (T_MIN + (1 - 2 * T_MIN) * random.permutation(times)).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairBatch:
-    """Rows of a step. The factors turn sums over rows into weighted means over the whole step, across micro-batches."""
+class PairBatch(NoiseDraws):
+    """Rows of a step with their noise. The factors turn sums over rows into weighted means over the whole step, across micro-batches."""
 
     tokens: NDArray[np.int64]
     lengths: NDArray[np.int64]
     latents: NDArray[np.float32]
     """Scaled to unit variance."""
     noisy: NDArray[np.float32]
-    noise: NDArray[np.float32]
-    masked: NDArray[np.bool_]
-    text_time: NDArray[np.float32]
-    latent_time: NDArray[np.float32]
-    without_latent: NDArray[np.bool_]
     text_factor: NDArray[np.float32]
     """Per row: weight of the cross entropy of each of its masked tokens."""
     latent_factor: NDArray[np.float32]
@@ -116,7 +110,8 @@ class PairBatch:
         return int(self.lengths.sum())
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        """Return the arrays that the task reads."""
+        return {name: values for name, values in vars(self).items() if name not in ("mode", "latent_noise")}
 
 
 def make_batch(
@@ -135,15 +130,11 @@ def make_batch(
     text, latent = drawn.mode != T2L, drawn.mode != L2T
     num_masked = int(drawn.masked[text].sum())
     return PairBatch(
+        **vars(drawn),
         tokens=np.asarray(pairs.tokens[rows], np.int64),
         lengths=lengths,
         latents=latents,
         noisy=_noisy(latents, drawn),
-        noise=drawn.noise,
-        masked=drawn.masked,
-        text_time=drawn.text_time,
-        latent_time=drawn.latent_time,
-        without_latent=drawn.without_latent,
         text_factor=_factor(text, text_weight * count, num_masked),
         latent_factor=_factor(latent, latent_weight * count, int(latent.sum())),
         length_factor=_factor(text, text_weight * LENGTH_WEIGHT * count, int(text.sum())),
@@ -153,7 +144,8 @@ def make_batch(
 def divide_batch(batch: PairBatch, *, size: int) -> Iterator[PairBatch]:
     for start in range(0, batch.weight, size):
         part = slice(start, start + size)
-        yield PairBatch(**{name: array[part] for name, array in batch.arrays().items()})
+        parts: dict[str, Any] = {name: array[part] for name, array in batch.arrays().items()}
+        yield replace(batch, mode=batch.mode[part], **parts)
 
 
 def _noisy(latents: NDArray[np.float32], drawn: NoiseDraws) -> NDArray[np.float32]:

@@ -199,11 +199,8 @@ def _embed(request: BuildRequest) -> EmbeddedTexts:
         record = {"name": vectors.name, "kind": "given", "dim": dim, "sha256": "given"}
         return EmbeddedTexts(texts, latents, chosen, folder, record, source)
     _check_room(chosen, folder, encoder=request.encoder)
-    encoder = open_encoder(
-        request.encoder,
-        device=request.device,
-        on_text=_of_stage(request, "embedding"),
-    )
+    on_text = _of_stage(request, "embedding")
+    encoder = open_encoder(request.encoder, device=request.device, on_text=on_text)
     texts, chosen = [texts[row] for row in chosen.rows().tolist()], chosen.renumbered()
     return EmbeddedTexts(texts, encoder.encode(texts), chosen, folder, encoder.record(), request.source)
 

@@ -97,8 +97,7 @@ class GrammarEncoder:
         for row, text in enumerate(texts):
             known = [self._places[word] for word in text.split() if word in self._places]
             rows[row] = self._vectors[known].sum(axis=0) if known else self._vectors[-1]
-        vectors: NDArray[np.float32] = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-        return vectors
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
 def write_grammar_tokenizer(folder: Path) -> None:

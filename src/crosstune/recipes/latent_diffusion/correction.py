@@ -64,7 +64,7 @@ def correct_texts(
     yield best
     for number in range(rounds):
         share = 0.6 - 0.45 * number / max(1, rounds - 1)
-        tokens, lengths, rows = _propose(best, random, candidates, share=share)
+        tokens, lengths, rows = propose(best, random, candidates, share=share)
         seed = options.seed + number + 1
         fill = replace(options, steps=_FILL_STEPS, temperature=_TEMPERATURE, seed=seed)
         found = sampler.fill(tokens, lengths, latents[rows], options=fill)
@@ -72,7 +72,7 @@ def correct_texts(
         yield best
 
 
-def _propose(
+def propose(
     best: Best, random: np.random.Generator, candidates: int, *, share: float
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Return copies of each text with about this fraction of tokens masked, mostly improbable tokens.
@@ -108,8 +108,7 @@ def _cosines(
     texts = vocabulary.decode_batch(tokens)
     different = {text: place for place, text in enumerate(dict.fromkeys(texts))}
     vectors = encoder.encode(list(different))[[different[text] for text in texts]]
-    cosines: NDArray[np.float32] = (vectors * np.asarray(latents, np.float32)).sum(-1)
-    return cosines
+    return (vectors * np.asarray(latents, np.float32)).sum(-1)
 
 
 def _keep(best: Best, found: Decoded, rows: NDArray[Any], cosines: NDArray[np.float32]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,25 +74,15 @@ def find_encoder(name: str, *, progress: Progress = silent) -> Path:
     return folder
 
 
-def open_encoder(
-    name: str,
-    *,
-    progress: Progress = silent,
-    device: str | None = None,
-    on_text: Callable[[int, int], None] | None = None,
-) -> Encoder:
+def open_encoder(name: str, **options: Any) -> Encoder:
+    """Open an encoder. `options`: see `SentenceEncoder`."""
     if name == GRAMMAR:
         return GrammarEncoder()
     from crosstune.recipes.latent_diffusion.torch_parts import SentenceEncoder
 
-    folder = find_encoder(name, progress=progress)
-    return SentenceEncoder(
-        folder,
-        record=encoder_record(name, folder),
-        longest=longest_input(folder),
-        device=device,
-        on_text=on_text,
-    )
+    folder = find_encoder(name)
+    record, longest = encoder_record(name, folder), longest_input(folder)
+    return SentenceEncoder(folder, record=record, longest=longest, **options)
 
 
 def open_encoder_of(manifest: Mapping[str, Any], *, encoder: str | None = None, **options: Any) -> Encoder:

@@ -33,8 +33,6 @@ def evaluate(
     options: DecodeOptions,
     rounds: int = 0,
     samples: int = 1000,
-    encoder: str | None = None,
-    device: str | None = None,
     on_stage: Callable[[str], None],
 ) -> dict[str, Any]:
     """Return the scores of the first `samples` held-out pairs of a folder, and some of the texts.
@@ -43,7 +41,7 @@ def evaluate(
     """
     folder = open_pairs(data)
     trained.check_data(folder)
-    opened = trained.encoder(encoder, device=device) if trained.can_embed(encoder) else None
+    opened = trained.find_encoder()
     pairs = folder.rows_of("validation", samples)
     latents = np.asarray(pairs.latents, np.float32)
     if not has_sacrebleu():
@@ -60,14 +58,8 @@ def evaluate(
         result |= _decoded(trained, pairs, latents, texts, encoder=opened, options=options)
         if rounds and opened is not None:
             on_stage("correcting")
-            *_, best = correct_texts(
-                trained.sampler,
-                opened,
-                trained.vocabulary,
-                latents,
-                options=options,
-                rounds=rounds,
-            )
+            parts = (trained.sampler, opened, trained.vocabulary)
+            *_, best = correct_texts(*parts, latents, options=options, rounds=rounds)
             corrected = trained.vocabulary.decode_batch(best.tokens)
             result["corrected"] = text_scores(corrected, texts) | _embedded(opened, corrected, latents)
             for row, text in zip(result["texts"], corrected, strict=False):
@@ -188,11 +180,11 @@ def cosine(one: NDArray[Any], other: NDArray[Any]) -> float:
     return float((np.asarray(one, np.float32) * np.asarray(other, np.float32)).sum(-1).mean())
 
 
-def retrieval(queries: NDArray[Any], keys: NDArray[Any], *, among: int = RETRIEVAL_AMONG) -> float:
-    """Return how often the nearest key of a query is its own, among at most `among` keys."""
+def retrieval(queries: NDArray[Any], keys: NDArray[Any]) -> float:
+    """Return how often the nearest key of a query is its own, among at most `RETRIEVAL_AMONG` keys."""
     hits = 0
-    for start in range(0, len(queries), among):
-        part = slice(start, start + among)
+    for start in range(0, len(queries), RETRIEVAL_AMONG):
+        part = slice(start, start + RETRIEVAL_AMONG)
         near = np.asarray(queries[part], np.float32) @ np.asarray(keys[part], np.float32).T
         hits += int((near.argmax(1) == np.arange(len(near))).sum())
     return hits / max(1, len(queries))

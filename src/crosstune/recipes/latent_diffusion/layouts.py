@@ -76,12 +76,12 @@ def _read_files(folder: Path) -> Imported:
             )
         for name in names:
             splits.setdefault(split, []).append(len(rows))
-            rows.append(_read_tokens(token_folder / f"{name}_tokens.npz"))
-            vectors.append(_read_vector(latent_folder / f"{name}.npy"))
+            rows.append(read_tokens(token_folder / f"{name}_tokens.npz"))
+            vectors.append(read_vector(latent_folder / f"{name}.npy"))
     return Imported(latents=_stack(vectors, folder), token_ids=rows, splits=splits)
 
 
-def _read_tokens(path: Path) -> NDArray[np.int32]:
+def read_tokens(path: Path) -> NDArray[np.int32]:
     """Return the ids that the attention mask keeps."""
     try:
         with open_plain(path) as file, zipfile.ZipFile(file) as archive:
@@ -99,7 +99,7 @@ def _read_tokens(path: Path) -> NDArray[np.int32]:
     return ids[mask.astype(bool)].astype(np.int32)
 
 
-def _read_vector(path: Path) -> NDArray[Any]:
+def read_vector(path: Path) -> NDArray[Any]:
     vector = load_array(path)
     if vector.dtype.kind != "f" or not vector.ndim or not vector.size == vector.shape[-1] > 0:
         raise UnreadableFile(path, f"it contains {vector.dtype} {list(vector.shape)}, not one vector")

@@ -11,9 +11,9 @@ import numpy as np
 
 from crosstune.config.schema import Config
 from crosstune.core.events import Observer
-from crosstune.core.protocols import Evaluation, Sample, Session, Task
+from crosstune.core.protocols import Evaluation, Sample, Task
 from crosstune.core.weights import averaged
-from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
+from crosstune.data.batches.row_order import rows_per_evaluation
 from crosstune.recipes.latent_diffusion.batch import PairBatch, divide_batch, draw, make_batch
 from crosstune.recipes.latent_diffusion.evaluation import (
     cosine,
@@ -30,12 +30,13 @@ from crosstune.recipes.latent_diffusion.settings import (
     make_modes,
     make_settings,
 )
+from crosstune.recipes.sft import OrderedRecipe
 
 _EVALUATION = 2**40
 """The step number for the noise of evaluations."""
 
 
-class LatentDiffusionRecipe:
+class LatentDiffusionRecipe(OrderedRecipe):
     weight_name = "examples"
 
     def __init__(self, config: Config, pairs: PairFolder) -> None:
@@ -46,17 +47,12 @@ class LatentDiffusionRecipe:
         self.settings = make_settings(
             config, vocabulary=pairs.vocabulary.size, max_tokens=pairs.max_tokens, latent_dim=pairs.dim
         )
-        self._task: Any = None
 
     def task(self, engine: str) -> Task:
         assert engine == "torch", "the spec lists the engines"
         from crosstune.recipes.latent_diffusion.torch_parts import LatentDiffusionTask
 
-        self._task = LatentDiffusionTask(
-            self.settings, modes=self.modes.all(), latent_loss=self.config.latent_loss
-        )
-        task: Task = self._task
-        return task
+        return LatentDiffusionTask(self.settings, modes=self.modes.all(), latent_loss=self.config.latent_loss)
 
     def micro_batches(self, step: int) -> list[PairBatch]:
         batch = self._batch(
@@ -70,49 +66,23 @@ class LatentDiffusionRecipe:
         return list(divide_batch(batch, size=self.config.batch_size))
 
     def _batch(
-        self,
-        pairs: Pairs,
-        rows: Any,
-        step: int,
-        *,
-        shares: Mapping[str, float],
-        dropped: float = 0.0,
-        latent_noise: float = 0.0,
+        self, pairs: Pairs, rows: Any, step: int, *, shares: Mapping[str, float], **noise: float
     ) -> PairBatch:
         drawn = draw(
             np.asarray(pairs.lengths[rows], np.int32),
             max_tokens=self.pairs.max_tokens,
             dim=self.pairs.dim,
             shares=shares,
-            dropped=dropped,
             key=(self.config.seed, step),
-            latent_noise=latent_noise,
+            **noise,
         )
         config = self.config
         return make_batch(
             pairs, rows, drawn, text_weight=config.text_loss_weight, latent_weight=config.latent_loss_weight
         )
 
-    def rows(self, step: int) -> list[int]:
-        return [example for row in self._order().rows(step) for example in row]
-
-    def num_steps(self) -> int:
-        return self._order().num_steps()
-
-    def order(self) -> Mapping[str, Any]:
-        return self._order().identity()
-
-    def position(self, step: int) -> Mapping[str, Any]:
-        return self._order().position(step)
-
-    def _order(self) -> RowOrder:
-        return RowOrder.from_config(self.config, num_examples=len(self.train))
-
     def longest_row(self) -> int:
         return int(self.train.lengths.max())
-
-    def num_rows(self) -> int:
-        return len(self.train)
 
     def longest_target(self) -> int:
         return self.longest_row()
@@ -130,9 +100,6 @@ class LatentDiffusionRecipe:
             width=width,
             recompute=recompute,
         )
-
-    def configure(self, config: Config) -> None:
-        self.config = config
 
     def identity(self) -> str:
         facts = f"{self.pairs.identity('train')} {len(self.train)} {self.pairs.vocabulary.digest}"
@@ -166,7 +133,7 @@ class LatentDiffusionRecipe:
             "eval": {"examples": len(self.held_out)},
         }
 
-    def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
+    def evaluate(self, session: Any, *, observer: Observer) -> Evaluation:
         """Return the loss on held-out pairs, always with the same noise, and the scores of decoding and encoding."""
         if not len(self.held_out):
             return Evaluation(metrics={})
@@ -178,7 +145,7 @@ class LatentDiffusionRecipe:
             result = session.evaluate(divide_batch(batch, size=size))
             # A metric is NaN if no row has its mode.
             metrics = {"loss": result.loss} | {k: v for k, v in result.metrics.items() if v == v}
-            sampler = self._task.sampler()
+            sampler = session.task.sampler()
             samples: list[Sample] = []
             if self.modes.all() != {"t2l"}:
                 samples = self._decode(sampler, metrics)

@@ -14,7 +14,7 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion.vocabulary import TokenRows, Vocabulary, count_tokens
 
 EDITION = 1
-"""Increase when the same input would give different splits or texts."""
+"""Increase when the same input would give different splits or texts: caches of pairs name it."""
 SHORTEST_SPAN = 2
 """Words of the shortest span."""
 _MIN_CROPPED = 4

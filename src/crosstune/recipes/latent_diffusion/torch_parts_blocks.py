@@ -40,8 +40,7 @@ class Layer:
 def product_of_rows(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return gradient^T x in fp32."""
     if gradient.device.type == "cuda" and gradient.dtype.itemsize == 2:
-        found: torch.Tensor = torch.mm(gradient.t(), x, out_dtype=torch.float32)
-        return found
+        return torch.mm(gradient.t(), x, out_dtype=torch.float32)
     return (gradient.t() @ x).float()
 
 

@@ -361,8 +361,7 @@ def per_token(per_row: torch.Tensor, layout: Layout | None) -> torch.Tensor:
     """Return per-row values in a shape that broadcasts over the tokens of each row."""
     if layout is None:
         return per_row[:, None]
-    found: torch.Tensor = ForTokens.apply(per_row, *layout)
-    return found
+    return ForTokens.apply(per_row, *layout)
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

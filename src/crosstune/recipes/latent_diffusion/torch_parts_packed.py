@@ -121,5 +121,4 @@ class _CrossEntropy(torch.autograd.Function):
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the cross entropy of each row, in fp32. The logits are overwritten."""
-    losses: torch.Tensor = _CrossEntropy.apply(logits, targets)
-    return losses
+    return _CrossEntropy.apply(logits, targets)

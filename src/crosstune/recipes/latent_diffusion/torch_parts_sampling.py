@@ -104,7 +104,6 @@ class Sampler:
             max_tokens=tokens.shape[1],
             dim=latents.shape[1],
             shares={"l2t": 1.0},
-            dropped=0.0,
             key=key,
         )
         masked = torch.from_numpy(drawn.masked).to(tokens.device)
@@ -230,8 +229,7 @@ class Sampler:
             latent_time = torch.full((len(tokens),), 1.0 if free else 0.0, device=self.device)
         without = torch.full((len(tokens),), free, device=self.device)
         text_time = ((tokens == MASK).sum(1) / lengths).float()
-        output: Output = self.model(tokens, lengths, latents, text_time, latent_time, without)
-        return output
+        return self.model(tokens, lengths, latents, text_time, latent_time, without)
 
     def _clean_of(self, output: Output, noisy: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         assert output.latent is not None, "the model was trained without predicting latents"

@@ -40,8 +40,8 @@ _CANNOT = {
 }
 
 
-def open_trained(path: Path, *, device: str | None = None) -> Trained:
-    """Open a latent-diffusion run, or its model folder."""
+def open_trained(path: Path, *, device: str | None = None, encoder: str | None = None) -> Trained:
+    """Open a latent-diffusion run, or its model folder. `encoder`: the folder of the encoder, if it is not recorded."""
     if not path.exists():
         raise missing_run(path)
     folder = path / "model" if (path / "model" / SETTINGS).is_file() else path
@@ -61,8 +61,9 @@ def open_trained(path: Path, *, device: str | None = None) -> Trained:
 
     return Trained(
         folder=folder,
-        settings=settings,
         facts=facts,
+        encoder=encoder,
+        device=device,
         vocabulary=load_vocabulary(folder),
         sampler=load_sampler(folder, settings, device=choose_device(device)),
     )
@@ -71,11 +72,17 @@ def open_trained(path: Path, *, device: str | None = None) -> Trained:
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     folder: Path
-    settings: ModelSettings
     facts: dict[str, Any]
     """The trained modes and the encoder's record."""
+    encoder: str | None
+    """The folder of the encoder; None: as recorded."""
+    device: str | None
     vocabulary: Vocabulary
     sampler: Sampler
+
+    @property
+    def settings(self) -> ModelSettings:
+        return self.sampler.settings
 
     def check_mode(self, needed: str) -> None:
         """Raise if the model was not trained for a mode. Unconditional training includes the other two."""
@@ -115,13 +122,14 @@ class Trained:
         norms = vector_norms(vectors, source=str(path))
         return np.asarray(vectors, np.float32) / norms, count_changed(norms)
 
-    def encoder(self, name: str | None = None, *, device: str | None = None) -> Encoder:
+    def open_encoder(self) -> Encoder:
         """Open the encoder that the model was trained with."""
-        return open_encoder_of(self.facts, encoder=name, device=device)
+        return open_encoder_of(self.facts, encoder=self.encoder, device=self.device)
 
-    def can_embed(self, name: str | None = None) -> bool:
-        """True if the encoder is known, so that decoded texts can be embedded."""
-        return name is not None or self.facts["encoder"].get("kind") not in UNRECORDED
+    def find_encoder(self) -> Encoder | None:
+        """Open the encoder if it is known, so that decoded texts can be embedded."""
+        is_known = self.encoder is not None or self.facts["encoder"].get("kind") not in UNRECORDED
+        return self.open_encoder() if is_known else None
 
     def check_data(self, pairs: PairFolder) -> None:
         """Raise unless pairs have the dimension, tokenizer and encoder of the model's training data."""
@@ -152,9 +160,7 @@ def decode(
     vectors: Path | None,
     texts: list[str],
     options: DecodeOptions,
-    encoder: str | None = None,
     rounds: int = 0,
-    device: str | None = None,
     out: Path | None = None,
     on_step: OnStep | None = None,
     on_round: Callable[[int, float], None] | None = None,
@@ -167,7 +173,7 @@ def decode(
     finished blocks are kept next to it. `on_done` gets the number of decoded vectors and their total.
     """
     trained.check_mode("l2t")
-    opened = trained.encoder(encoder, device=device) if texts or rounds else None
+    opened = trained.open_encoder() if texts or rounds else None
     notes: list[str] = []
     if vectors is not None:
         latents, changed = trained.vectors_of(vectors)
@@ -182,17 +188,9 @@ def decode(
             tokens = trained.sampler.decode(block, options=options, on_step=on_step).tokens
             return _rows(trained, tokens, block, encoder=opened)
         assert opened is not None
-        for number, best in enumerate(
-            correct_texts(
-                trained.sampler,
-                opened,
-                trained.vocabulary,
-                block,
-                options=options,
-                rounds=rounds,
-                on_step=on_step,
-            )
-        ):
+        parts = (trained.sampler, opened, trained.vocabulary)
+        rounds_of = correct_texts(*parts, block, options=options, rounds=rounds, on_step=on_step)
+        for number, best in enumerate(rounds_of):
             tokens = best.tokens
             if number and on_round is not None:
                 on_round(number, float(best.cosine.mean()))
@@ -204,7 +202,7 @@ def decode(
         "files": file_stamps(trained.folder, vectors),
         "texts": texts,
         "options": asdict(options),
-        "encoder": encoder,
+        "encoder": trained.encoder,
         "rounds": rounds,
     }
     with Journal(out, asked, say=say, block=_BLOCK) as journal:
@@ -225,8 +223,6 @@ def sample(
     count: int,
     *,
     options: DecodeOptions,
-    encoder: str | None = None,
-    device: str | None = None,
     out: Path | None = None,
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
@@ -235,7 +231,7 @@ def sample(
     Return the texts, with the cosine between embedding and vector if the encoder is known.
     """
     trained.check_mode("unconditional")
-    opened = trained.encoder(encoder, device=device) if trained.can_embed(encoder) else None
+    opened = trained.find_encoder()
     found = trained.sampler.generate(count, options=options, on_step=on_step)
     _write_vectors(out, found.vectors)
     return {"texts": _rows(trained, found.tokens, found.vectors, encoder=opened)}

@@ -119,8 +119,7 @@ class Vocabulary:
     def decode_batch(self, rows: Iterable[Iterable[int]]) -> list[str]:
         """Convert model ids to texts; drop special ids."""
         kept = [[int(self.kept[i - NUM_SPECIAL]) for i in row if i >= NUM_SPECIAL] for row in rows]
-        texts: list[str] = self.tokenizer.rust.decode_batch(kept)
-        return texts
+        return self.tokenizer.rust.decode_batch(kept)
 
     def show(self, ids: Iterable[int]) -> str:
         """Return a partly decoded text, with a block for each masked token."""
@@ -140,8 +139,7 @@ class Vocabulary:
     def normalize(self, texts: Sequence[str]) -> list[str]:
         """Tokenize and decode texts: the output of a perfect model."""
         rows = tokenize(self.tokenizer, texts)
-        found: list[str] = self.tokenizer.rust.decode_batch(rows.tolists())
-        return found
+        return self.tokenizer.rust.decode_batch(rows.tolists())
 
     def save(self, folder: Path, *, tokenizer_folder: Path) -> None:
         shutil.copyfile(tokenizer_folder / TOKENIZER, folder / TOKENIZER)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS
 from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec
 from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
@@ -13,6 +12,7 @@ from crosstune.recipes.preference.losses import make_loss
 from crosstune.recipes.preference.open_pairs import open_preferences
 from crosstune.recipes.preference.read_pairs import TARGETS
 from crosstune.recipes.preference.recipe import PreferenceRecipe
+from crosstune.recipes.sft import low_rate
 
 
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
@@ -22,17 +22,7 @@ def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
 
 
 def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
-    """Return the learning rate: far below that of supervised fine-tuning, which would break the model."""
-    if "lr" in config.sources:
-        return {}
-    is_adapter = TRAIN_TYPE_PARTS[config.train_type][0] in ADAPTER_METHODS
-    rate = 1e-5 if is_adapter else 1e-6
-    return {
-        "lr": Preset(
-            value=rate,
-            reason=f"usual for preferences with {'adapters' if is_adapter else 'full fine-tuning'}",
-        )
-    }
+    return low_rate(config, what="preferences")
 
 
 SPEC = RecipeSpec(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from crosstune.data.prompt_rows import PromptRows, prompt_key
+from crosstune.recipes.preference.losses import PreferenceLoss
 from crosstune.recipes.preference.open_pairs import PreferenceCorpus
 from crosstune.recipes.preference.read_pairs import Preference
 
@@ -25,8 +26,8 @@ def account(
     data: PromptRows[Preference], train: PreferenceCorpus, held_out: PreferenceCorpus | None
 ) -> dict[str, int]:
     """Return the number of rows read, and their number by outcome. A row of a pair may be two answers with labels."""
-    kept = [_places(part.preferences) if part is not None else set[str]() for part in (train, held_out)]
-    opened = _places([*data.train, *data.held_out])
+    kept = [{one.place for one in part.preferences} if part else set[str]() for part in (train, held_out)]
+    opened = {one.place for one in (*data.train, *data.held_out)}
     return {
         "read": data.num_rows,
         "trained": len(kept[0]),
@@ -36,10 +37,6 @@ def account(
         "bad": len(data.skipped),
         "unused": data.num_rows - len(opened) - data.num_left_out - len(data.skipped),
     }
-
-
-def _places(preferences: Sequence[Preference]) -> set[str]:
-    return {one.place for one in preferences}
 
 
 def describe_answers(train: PreferenceCorpus) -> dict[str, Any]:
@@ -64,8 +61,7 @@ def pair_warnings(
     train: PreferenceCorpus,
     held_out: PreferenceCorpus | None,
     *,
-    answers: Mapping[str, Any],
-    losses: Collection[str],
+    loss: PreferenceLoss,
     num_cut: int,
 ) -> list[str]:
     found = list[str]()
@@ -89,15 +85,15 @@ def pair_warnings(
     if repeated := len(pairs) - len(set(pairs)):
         found.append(f"{repeated} of {len(pairs)} rows repeat an earlier row")
     if turned := _num_turned(train.preferences):
-        what = "pairs in both orders" if "chosen" in answers else "answers with both labels"
+        what = "pairs in both orders" if loss.is_paired else "answers with both labels"
         found.append(f"the data has {what}: {turned}; they cancel out, so keep one of each")
     if held_out is not None:
         prompts = {prompt_key(one) for one in train.preferences}
         if shared := sum(prompt_key(one) in prompts for one in held_out.preferences):
             found.append(f"{shared} of {len(held_out)} held-out prompts are also in the training data")
-    if "chosen" in answers:
+    if loss.is_paired:
         lengths = [train[place].lengths for place in range(min(len(train), MAX_MEASURED))]
-        found += length_bias(lengths, advice=length_advice(losses))
+        found += length_bias(lengths, advice=length_advice(loss.weights))
     return found
 
 

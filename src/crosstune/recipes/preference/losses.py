@@ -1,5 +1,5 @@
 """Preference losses as functions of the log probabilities of answers, and their metrics under TRL's names, for arrays of
-numpy, torch and MLX.
+torch and MLX.
 
 Formulas: DPO arXiv:2305.18290, IPO 2310.12036, hinge (SLiC, RSO) 2309.06657, robust 2403.00409, APO 2408.06266, NCA 2402.05369,
 BCO 2404.04656, SPPO 2405.00675, ORPO 2403.07691, SimPO 2405.14734, CPO 2401.08417, KTO 2402.01306.
@@ -7,26 +7,14 @@ BCO 2404.04656, SPPO 2405.00675, ORPO 2403.07691, SimPO 2405.14734, CPO 2401.084
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 from crosstune.config.conditions import KTO, LOSSES, WITHOUT_REFERENCE, parse_losses
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-
-
-class Functions(Protocol):
-    """Elementwise functions of an array library."""
-
-    def log_sigmoid(self, x: Any) -> Any: ...
-
-    def log1mexp(self, x: Any) -> Any:
-        """Return log(1 - exp(x)) for negative x."""
-
-    def exp(self, x: Any) -> Any: ...
-
-    def relu(self, x: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +34,10 @@ class PairScores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class PreferenceLoss:
+    """A weighted sum of losses, and their settings."""
+
+    weights: Mapping[str, float]
     beta: float = 0.1
     label_smoothing: float = 0.0
     gamma: float = 0.5
@@ -54,77 +45,89 @@ class Settings:
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
+    @property
+    def is_paired(self) -> bool:
+        return KTO not in self.weights
 
-PairLoss = Callable[[PairScores, Settings, Functions], Any]
+    @property
+    def needs_reference(self) -> bool:
+        return any(name not in WITHOUT_REFERENCE for name in self.weights)
+
+    def __call__(self, scores: PairScores, f: ModuleType) -> Any:
+        """Return the loss of each pair. `f`: the `array_functions` of an engine."""
+        return sum(weight * PAIR_LOSSES[name](scores, self, f) for name, weight in self.weights.items())
 
 
-def dpo(s: PairScores, given: Settings, f: Functions) -> Any:
+PairLoss = Callable[[PairScores, PreferenceLoss, ModuleType], Any]
+
+
+def dpo(s: PairScores, given: PreferenceLoss, f: ModuleType) -> Any:
     return _smoothed(given.beta * _margin(s), given, f)
 
 
-def robust(s: PairScores, given: Settings, f: Functions) -> Any:
+def robust(s: PairScores, given: PreferenceLoss, f: ModuleType) -> Any:
     e, x = given.label_smoothing, given.beta * _margin(s)
     return (e * f.log_sigmoid(-x) - (1 - e) * f.log_sigmoid(x)) / (1 - 2 * e)
 
 
-def hinge(s: PairScores, given: Settings, f: Functions) -> Any:
+def hinge(s: PairScores, given: PreferenceLoss, f: ModuleType) -> Any:
     return f.relu(1 - given.beta * _margin(s))
 
 
-def ipo(s: PairScores, given: Settings, f: Functions) -> Any:
+def ipo(s: PairScores, given: PreferenceLoss, f: ModuleType) -> Any:
     """Per token, as in the paper's experiments, so that beta does not depend on the length of answers."""
     margin = (s.chosen - s.ref_chosen) / s.num_chosen - (s.rejected - s.ref_rejected) / s.num_rejected
     return (margin - 1 / (2 * given.beta)) ** 2
 
 
-def apo_zero(s: PairScores, given: Settings, f: Functions) -> Any:
+def apo_zero(s: PairScores, given: PreferenceLoss, f: ModuleType) -> Any:
     chosen, rejected = _rewards(s, given)
     return 1 - _sigmoid(chosen, f) + _sigmoid(rejected, f)
 
 
-def apo_down(s: PairScores, given: Settings, f: Functions) -> Any:
+def apo_down(s: PairScores, given: PreferenceLoss, f: ModuleType) -> Any:
     chosen, rejected = _rewards(s, given)
     return _sigmoid(chosen, f) + 1 - _sigmoid(chosen - rejected, f)
 
 
-def nca(s: PairScores, given: Settings, f: Functions) -> Any:
+def nca(s: PairScores, given: PreferenceLoss, f: ModuleType) -> Any:
     chosen, rejected = _rewards(s, given)
     return -f.log_sigmoid(chosen) - 0.5 * f.log_sigmoid(-chosen) - 0.5 * f.log_sigmoid(-rejected)
 
 
-def bco(s: PairScores, given: Settings, f: Functions) -> Any:
+def bco(s: PairScores, given: PreferenceLoss, f: ModuleType) -> Any:
     """Without the moving mean of the rewards, as in TRL since 1.0: a step depends on its own pairs only."""
     chosen, rejected = _rewards(s, given)
     return -f.log_sigmoid(chosen) - f.log_sigmoid(-rejected)
 
 
-def sppo(s: PairScores, given: Settings, f: Functions) -> Any:
+def sppo(s: PairScores, given: PreferenceLoss, f: ModuleType) -> Any:
     half = 0.5 / given.beta
     return (s.chosen - s.ref_chosen - half) ** 2 + (s.rejected - s.ref_rejected + half) ** 2
 
 
-def orpo(s: PairScores, given: Settings, f: Functions) -> Any:
+def orpo(s: PairScores, given: PreferenceLoss, f: ModuleType) -> Any:
     """The odds ratio of mean log probabilities; the log likelihood of the chosen answer is the term `sft`."""
     chosen, rejected = s.chosen / s.num_chosen, s.rejected / s.num_rejected
     odds = chosen - rejected - f.log1mexp(chosen) + f.log1mexp(rejected)
     return -given.beta * f.log_sigmoid(odds)
 
 
-def simpo(s: PairScores, given: Settings, f: Functions) -> Any:
+def simpo(s: PairScores, given: PreferenceLoss, f: ModuleType) -> Any:
     margin = s.chosen / s.num_chosen - s.rejected / s.num_rejected
     return _smoothed(given.beta * margin - given.gamma, given, f)
 
 
-def cpo(s: PairScores, given: Settings, f: Functions) -> Any:
+def cpo(s: PairScores, given: PreferenceLoss, f: ModuleType) -> Any:
     return _smoothed(given.beta * (s.chosen - s.rejected), given, f)
 
 
-def sft(s: PairScores, given: Settings, f: Functions) -> Any:
+def sft(s: PairScores, given: PreferenceLoss, f: ModuleType) -> Any:
     """The cross entropy of the chosen answers. Its mean over the pairs of a step is the mean over their tokens."""
     return -s.chosen / s.mean_chosen
 
 
-def kto(ratio: Any, is_desirable: Any, kl: Any, given: Settings, f: Functions) -> Any:
+def kto(ratio: Any, is_desirable: Any, kl: Any, given: PreferenceLoss, f: ModuleType) -> Any:
     """Return the loss of unpaired answers from their log ratios to the reference and the KL estimate of the batch.
 
     `is_desirable` is 1 or 0.
@@ -134,7 +137,7 @@ def kto(ratio: Any, is_desirable: Any, kl: Any, given: Settings, f: Functions) -
     return weight * (1 - _sigmoid(sign * given.beta * (ratio - kl), f))
 
 
-def _smoothed(x: Any, given: Settings, f: Functions) -> Any:
+def _smoothed(x: Any, given: PreferenceLoss, f: ModuleType) -> Any:
     e = given.label_smoothing
     return -f.log_sigmoid(x) if not e else -(1 - e) * f.log_sigmoid(x) - e * f.log_sigmoid(-x)
 
@@ -143,11 +146,11 @@ def _margin(s: PairScores) -> Any:
     return (s.chosen - s.ref_chosen) - (s.rejected - s.ref_rejected)
 
 
-def _rewards(s: PairScores, given: Settings) -> tuple[Any, Any]:
+def _rewards(s: PairScores, given: PreferenceLoss) -> tuple[Any, Any]:
     return given.beta * (s.chosen - s.ref_chosen), given.beta * (s.rejected - s.ref_rejected)
 
 
-def _sigmoid(x: Any, f: Functions) -> Any:
+def _sigmoid(x: Any, f: ModuleType) -> Any:
     return f.exp(f.log_sigmoid(x))
 
 
@@ -162,28 +165,6 @@ WITH_SFT = {"orpo": 1.0, "cpo": 1.0}
 """Losses that include the cross entropy of the chosen answers -> its default weight."""
 BETAS = {"simpo": 2.0}
 """Default beta by loss; 0.1 for the others."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferenceLoss:
-    """A weighted sum of losses."""
-
-    weights: Mapping[str, float]
-    settings: Settings = field(default_factory=Settings)
-
-    @property
-    def is_paired(self) -> bool:
-        return KTO not in self.weights
-
-    @property
-    def needs_reference(self) -> bool:
-        return any(name not in WITHOUT_REFERENCE for name in self.weights)
-
-    def __call__(self, scores: PairScores, f: Functions) -> Any:
-        """Return the loss of each pair."""
-        return sum(
-            weight * PAIR_LOSSES[name](scores, self.settings, f) for name, weight in self.weights.items()
-        )
 
 
 ACCURACY = "rewards/accuracies"
@@ -211,7 +192,7 @@ Sums = dict[str, tuple[Any, Any]]
 
 def loss_and_metrics(
     loss: PreferenceLoss,
-    f: Functions,
+    f: ModuleType,
     arrays: Mapping[str, Any],
     *,
     log_probs: Any,
@@ -222,10 +203,11 @@ def loss_and_metrics(
     """Return the loss, summed over the pairs or single answers of a batch, and the sums of its metrics. `kl`: see `kto`."""
     if not loss.is_paired:
         labels = arrays["labels"]
-        losses = kto(log_probs - reference, labels, kl, loss.settings, f)
-        return losses.sum(), measure_singles(
-            log_probs, reference, labels, kl, entropy, beta=loss.settings.beta
-        )
+        losses = kto(log_probs - reference, labels, kl, loss, f)
+        return losses.sum(), _measure_singles(log_probs, loss.beta * (log_probs - reference), labels) | {
+            "entropy": entropy,
+            "kl": (kl * len(labels), len(labels)),
+        }
     lengths = arrays["lengths"]
     scores = PairScores(
         chosen=log_probs[::2],
@@ -236,48 +218,41 @@ def loss_and_metrics(
         num_rejected=lengths[1::2],
         mean_chosen=arrays["mean_chosen"],
     )
-    return loss(scores, f).sum(), measure_pairs(scores, entropy, loss)
+    sums = _measure_pairs(scores, loss) | {"entropy": entropy}
+    return loss(scores, f).sum(), {name: sums[name] for name in metric_names(loss)}
 
 
-def measure_pairs(scores: PairScores, entropy: tuple[Any, Any], loss: PreferenceLoss) -> Sums:
-    """Return the sums of the metrics of pairs."""
+def _measure_pairs(scores: PairScores, loss: PreferenceLoss) -> Sums:
     chosen, rejected = scores.chosen - scores.ref_chosen, scores.rejected - scores.ref_rejected
-    beta, count = loss.settings.beta, len(chosen)
+    beta, count = loss.beta, len(chosen)
     good, bad = chosen, rejected
     if set(loss.weights) <= {"orpo", "simpo", "sft"}:  # these compare means over tokens, and so does TRL
         good, bad = chosen / scores.num_chosen, rejected / scores.num_rejected
-    sums = {
-        "rewards/chosen": (beta * good.sum(), count),
-        "rewards/rejected": (beta * bad.sum(), count),
-        "rewards/margins": (beta * (good - bad).sum(), count),
-        ACCURACY: ((good > bad).sum(), count),
-        "logps/chosen": (scores.chosen.sum(), count),
-        "logps/rejected": (scores.rejected.sum(), count),
-        "length/chosen": (scores.num_chosen.sum(), count),
-        "length/rejected": (scores.num_rejected.sum(), count),
+    totals = {
+        "rewards/chosen": beta * good.sum(),
+        "rewards/rejected": beta * bad.sum(),
+        "rewards/margins": beta * (good - bad).sum(),
+        ACCURACY: (good > bad).sum(),
+        "logps/chosen": scores.chosen.sum(),
+        "logps/rejected": scores.rejected.sum(),
+        "length/chosen": scores.num_chosen.sum(),
+        "length/rejected": scores.num_rejected.sum(),
+    }
+    return {name: (total, count) for name, total in totals.items()} | {
         "sft_loss": (-scores.chosen.sum(), scores.num_chosen.sum()),
-        "entropy": entropy,
         "kl": ((chosen + rejected).sum(), 2 * count),
     }
-    return {name: sums[name] for name in metric_names(loss)}
 
 
-def measure_singles(
-    log_probs: Any, reference: Any, labels: Any, kl: Any, entropy: tuple[Any, Any], *, beta: float
-) -> Sums:
-    """Return the sums of the metrics of single answers: those with label 1 count as chosen, the others as rejected."""
-    rewards = beta * (log_probs - reference)
-    good, bad = labels, 1 - labels
-    num_good, num_bad = good.sum(), bad.sum()
-    return {
-        "rewards/chosen": ((rewards * good).sum(), num_good),
-        "rewards/rejected": ((rewards * bad).sum(), num_bad),
-        "logps/chosen": ((log_probs * good).sum(), num_good),
-        "logps/rejected": ((log_probs * bad).sum(), num_bad),
-        ACCURACY: ((((rewards > 0) * good) + ((rewards < 0) * bad)).sum(), len(labels)),
-        "entropy": entropy,
-        "kl": (kl * len(labels), len(labels)),
-    }
+def _measure_singles(log_probs: Any, rewards: Any, labels: Any) -> Sums:
+    """Return the sums for single answers: those with label 1 count as chosen, the others as rejected."""
+    found: Sums = {}
+    for side, marks in (("chosen", labels), ("rejected", 1 - labels)):
+        count = marks.sum()
+        found[f"rewards/{side}"] = ((rewards * marks).sum(), count)
+        found[f"logps/{side}"] = ((log_probs * marks).sum(), count)
+    right = ((rewards > 0) * labels) + ((rewards < 0) * (1 - labels))
+    return found | {ACCURACY: (right.sum(), len(labels))}
 
 
 def make_loss(config: Config) -> PreferenceLoss:
@@ -292,56 +267,42 @@ def make_loss(config: Config) -> PreferenceLoss:
     default_beta = BETAS.get(kinds[0], 0.1) if len(kinds) == 1 else 0.1
     return PreferenceLoss(
         weights=weights,
-        settings=Settings(
-            beta=config.beta if config.beta is not None else default_beta,
-            label_smoothing=config.label_smoothing,
-            gamma=config.simpo_gamma,
-            desirable_weight=config.desirable_weight,
-            undesirable_weight=config.undesirable_weight,
-        ),
+        beta=config.beta if config.beta is not None else default_beta,
+        label_smoothing=config.label_smoothing,
+        gamma=config.simpo_gamma,
+        desirable_weight=config.desirable_weight,
+        undesirable_weight=config.undesirable_weight,
     )
 
 
-def check_options(config: Config) -> list[UserError]:
-    """Return a problem for each option that the recipe does not support."""
-    problems = []
+def check_options(config: Config) -> Iterator[UserError]:
+    """Yield a problem for each option that the recipe does not support."""
     loss = make_loss(config)
-    if not loss.settings.beta >= 1e-6:
-        problems.append(
-            UserError(
-                f"--beta {config.beta} is too low for --recipe preference.",
-                why="the loss would not depend on the preferences.",
-                do="use 0.1, or leave it unset",
-            )
+    if not loss.beta >= 1e-6:
+        yield UserError(
+            f"--beta {config.beta} is too low for --recipe preference.",
+            why="the loss would not depend on the preferences.",
+            do="use 0.1, or leave it unset",
         )
-    if config.packing and KTO in loss.weights:
-        problems.append(
-            UserError(
-                "--packing cannot be combined with --preference_loss kto.",
-                why="its KL estimate uses the answers of the other rows of a micro-batch.",
-                do="remove --packing",
-            )
+    if config.packing and not loss.is_paired:
+        yield UserError(
+            "--packing cannot be combined with --preference_loss kto.",
+            why="its KL estimate uses the answers of the other rows of a micro-batch.",
+            do="remove --packing",
         )
     if config.sft_weight is not None and "sft" in parse_losses(config.preference_loss):
-        problems.append(
-            UserError(
-                f"--sft_weight cannot be combined with --preference_loss {config.preference_loss}.",
-                why="the list has the weight of sft.",
-                do="remove one of the two",
-            )
+        yield UserError(
+            f"--sft_weight cannot be combined with --preference_loss {config.preference_loss}.",
+            why="the list has the weight of sft.",
+            do="remove one of the two",
         )
     if config.train_on_prompt:
-        problems.append(
-            UserError(
-                "--train_on_prompt does not work with --recipe preference.",
-                why="answers are compared, not prompts.",
-            )
+        yield UserError(
+            "--train_on_prompt does not work with --recipe preference.",
+            why="answers are compared, not prompts.",
         )
-    if KTO in loss.weights and config.batch_size == 1:
-        problems.append(
-            UserError(
-                "--preference_loss kto needs a --batch_size of at least 2.",
-                why="its KL estimate uses the answers of the other rows of a micro-batch.",
-            )
+    if not loss.is_paired and config.batch_size == 1:
+        yield UserError(
+            "--preference_loss kto needs a --batch_size of at least 2.",
+            why="its KL estimate uses the answers of the other rows of a micro-batch.",
         )
-    return problems

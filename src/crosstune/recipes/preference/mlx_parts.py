@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -12,28 +12,13 @@ import numpy as np
 from crosstune.core.protocols import Array
 from crosstune.data.batches.forked import ForkedBatch, separate_rows, split_forks
 from crosstune.data.batches.token_batch import TokenBatch
+from crosstune.mlx_engine import array_functions
 from crosstune.mlx_engine.forks import can_share_prompts, run_branches
 from crosstune.mlx_engine.task import Arrays, MetricSums
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM, CausalLoss
 from crosstune.mlx_engine.tasks.token_losses import TokenLoss, Weights
-from crosstune.recipes.preference.batch import OTHER, PreferenceBatch
 from crosstune.recipes.preference.losses import PreferenceLoss, loss_and_metrics, metric_names
-
-
-class MlxFunctions:
-    @staticmethod
-    def log_sigmoid(x: mx.array) -> mx.array:
-        return nn.log_sigmoid(x)
-
-    @staticmethod
-    def log1mexp(x: mx.array) -> mx.array:
-        return mx.log(-mx.expm1(x))
-
-    exp = staticmethod(mx.exp)
-
-    @staticmethod
-    def relu(x: mx.array) -> mx.array:
-        return mx.maximum(x, 0)
+from crosstune.recipes.preference.open_pairs import OTHER, PreferenceBatch
 
 
 class ForkedLM(CausalLM):
@@ -81,22 +66,19 @@ class PreferenceLM(ForkedLM):
 
     def prepare_loss(self, model: nn.Module) -> CausalLoss:
         self.find_sharing(model)
-        self.prepared = AnswerLoss(model, self.preference)
+        self.prepared = self.answers = AnswerLoss(model, self.preference)
         return self.prepared
 
     def forget_reference(self) -> None:
         """Free the initial weights, once all log probabilities of the reference are known."""
-        assert isinstance(self.prepared, AnswerLoss)
-        self.prepared.forget_reference()
+        self.answers.reference = {}
 
     def arrays(self, batch: PreferenceBatch) -> Mapping[str, Array]:  # type: ignore[override]
         return batch.arrays(self.token_arrays)
 
     def answer_log_probs(self, session: Any, batches: Iterable[PreferenceBatch]) -> list[Array]:
         """Return the log probabilities of the answers of each batch; for single answers, the other answers after them."""
-        loss = self.prepared
-        assert isinstance(loss, AnswerLoss)
-        return session.map_batches(batches, loss.answer_log_probs)
+        return session.map_batches(batches, self.answers.answer_log_probs)
 
 
 class ReferenceLoss(TokenLoss):
@@ -104,17 +86,7 @@ class ReferenceLoss(TokenLoss):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._reference = self.trained_weights()
-
-    def forget_reference(self) -> None:
-        self._reference = {}
-
-    def of_reference(
-        self, arrays: Arrays, weights: Weights, compute: Callable[[Arrays, Weights], mx.array]
-    ) -> mx.array:
-        """Return `compute` of the model with its initial weights, without dropout and gradients."""
-        with self.other_weights(self._reference, weights):
-            return mx.stop_gradient(compute(arrays, self._reference))
+        self.reference = self.trained_weights()
 
     def token_log_probs(
         self, feed: Arrays, weights: Weights, *, temperature: float = 1.0
@@ -169,7 +141,7 @@ class AnswerLoss(ReferenceLoss):
             reference = mx.zeros_like(log_probs)
         total, sums = loss_and_metrics(
             self.preference,
-            MlxFunctions(),
+            array_functions,
             arrays,
             log_probs=log_probs,
             reference=reference,
@@ -204,9 +176,8 @@ class AnswerLoss(ReferenceLoss):
         return total, ((entropies * counted).sum(), counted.sum())
 
     def _of_reference(self, arrays: Arrays, weights: Weights, *, prefix: str = "") -> mx.array:
-        return self.of_reference(
-            arrays, weights, lambda given, initial: self._log_probs(given, initial, prefix=prefix)[0]
-        )
+        with self.other_weights(self.reference, weights):
+            return mx.stop_gradient(self._log_probs(arrays, self.reference, prefix=prefix)[0])
 
 
 def detached(sums: Mapping[str, tuple[Any, Any]]) -> MetricSums:

@@ -9,7 +9,15 @@ from typing import Any
 
 from crosstune.core.errors import UserError, shown
 from crosstune.data.read.files import Row
-from crosstune.data.read.formats import ROLE_ALIASES, SYSTEM_COLUMNS, Turn, as_messages, check_media, tools_of
+from crosstune.data.read.formats import (
+    ROLE_ALIASES,
+    SYSTEM_COLUMNS,
+    Turn,
+    as_messages,
+    check_media,
+    parsed_list,
+    tools_of,
+)
 from crosstune.data.render.types import NO_LOSS
 
 # Column -> other names, tried in this order if the row has no column of the first name.
@@ -180,18 +188,12 @@ def _turns(value: Any, column: str) -> list[Turn]:
             why=f"it is {shown(value)}.",
             do=_SHAPES,
         )
-    turns = _listed(value)
+    turns = parsed_list(value, "An answer")
     first = turns[0].get("role", turns[0].get("from")) if turns and isinstance(turns[0], Mapping) else None
     if ROLE_ALIASES.get(str(first), first) in ("system", "developer", "user"):
         return as_messages(turns)
     # The order of roles is checked with the prompt.
     return as_messages([{"role": "user", "content": ""}, *turns])[1:]
-
-
-def _listed(value: Any) -> list[Any]:
-    from crosstune.data.read.formats import _parsed_list
-
-    return _parsed_list(value, "An answer")
 
 
 def _marked_turns(text: str) -> list[Turn]:

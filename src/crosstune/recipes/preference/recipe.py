@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from numpy.typing import NDArray
 from crosstune.config.conditions import is_precomputed
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.events import Observer, Observers, Tokenizing
+from crosstune.core.events import Observer
 from crosstune.core.intervals import wilson
 from crosstune.core.protocols import Backward, Evaluation, Generates, Metrics, Sample, Session, Task
 from crosstune.core.weights import averaged
@@ -28,35 +26,33 @@ from crosstune.data.preflight import warnings_of
 from crosstune.data.prompt_rows import prompt_key
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.files.run_record import REFERENCE
-from crosstune.models.folder import folder_shape, longest_context
-from crosstune.recipes.preference.batch import Floats, PreferenceBatch, make_batch
+from crosstune.models.folder import folder_shape
 from crosstune.recipes.preference.data_report import account, describe_answers, pair_warnings
 from crosstune.recipes.preference.losses import ACCURACY, ANSWER_LENGTH, check_options, make_loss
-from crosstune.recipes.preference.open_pairs import PreferenceCorpus, open_preferences, tokenize
+from crosstune.recipes.preference.open_pairs import (
+    Floats,
+    PreferenceBatch,
+    PreferenceCorpus,
+    make_batch,
+    open_preferences,
+    tokenize,
+)
 from crosstune.recipes.preference.reference import complete_reference, model_identity
 from crosstune.recipes.preference.verdicts import Verdicts, reach_of
-from crosstune.recipes.sft import TokenRecipe, open_tokenizer, reporting, write_tokenizer
+from crosstune.recipes.sft import TokenRecipe, engine_parts
 
 
 class PreferenceRecipe(TokenRecipe):
     """The tokenized preferences of one run, and their evaluation."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        model_folder: Path,
-        observer: Observer | None = None,
-        cut_long: bool = False,
-    ) -> None:
-        self.stops_at_long = cut_long and config.truncation == "error"
-        config = replace(config, truncation="cut") if self.stops_at_long else config
-        self.config, self.observer = config, observer or Observers()
+    truncation_of_report = "cut"
+
+    def __init__(self, config: Config, *, model_folder: Path, **options: Any) -> None:
         raise_all(check_options(config))
+        super().__init__(config, model_folder=model_folder, **options)
         self.loss = make_loss(config)
         self.weight_name = "pairs" if self.loss.is_paired else "answers"
-        self.tokenizer = open_tokenizer(config, model_folder)
-        self._limit, shape = longest_context(model_folder), folder_shape(model_folder)
+        shape = folder_shape(model_folder)
         self._num_layers = shape.num_layers if shape is not None else None
         self.data = open_preferences(config, paired=self.loss.is_paired)
         self.train = self._tokenize(self.data.train, "training")
@@ -69,65 +65,49 @@ class PreferenceRecipe(TokenRecipe):
             self.packed = PackedOrder(self.lengths, capacity=capacity, seed=config.seed)
 
     def _tokenize(self, found: Sequence[Any], name: str) -> PreferenceCorpus:
-        def show(done: int, total: int, examples: int) -> None:
-            self.observer.on_event(
-                Tokenizing(source=name, done_bytes=done, total_bytes=total, examples=examples)
-            )
-
         return tokenize(
             found,
             self.tokenizer,
             config=self.config,
             name=f"{self.config.dataset} ({name} answers)",
-            model_limit=self._limit,
-            progress=show,
+            model_limit=self.model_limit,
+            progress=self.show_tokenizing(name),
         )
 
     def task(self, engine: str) -> Task:
-        module = importlib.import_module(f"crosstune.recipes.preference.{engine}_parts")
-        task: Task = module.PreferenceLM(self.loss)
-        return task
+        return engine_parts("preference", engine).PreferenceLM(self.loss)
 
     def prepare_session(
-        self, session: Session, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
+        self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
     ) -> None:
         """Read or compute the reference, and check that the model equals it before training."""
         self._verdicts.reach = reach_of(session.trained_shapes(), num_layers=self._num_layers)
         if not self.loss.needs_reference:
             return
         if is_precomputed(self.config.reference, self.config.train_type):
-            self._open_reference(session, folder=folder, earlier=earlier, writes=writes, observer=observer)
+            record, parts, size = session.task.base_record(), self.parts(), rows_per_evaluation(self.config)
+            model = model_identity(self.config, record)
+
+            def compute(batches: Iterable[PreferenceBatch]) -> Iterable[Floats]:
+                found = session.task.answer_log_probs(session, batches)
+                return [one.reshape(-1, 2) if self.loss.is_paired else one.reshape(2, -1).T for one in found]
+
+            self._reference = complete_reference(
+                self,
+                folder=folder,
+                earlier=earlier,
+                identities={name: f"{self.identity_of(part)} {model}" for name, part in parts.items()},
+                starts={name: np.arange(len(part) + 1) for name, part in parts.items()},
+                columns=2,
+                made=f"{session.plan.backend.name} {record['precision']} {size} {self.config.share_prompts}",
+                compute=compute,
+                role="reference",
+                writes=writes,
+                observer=observer,
+            )
+            session.task.forget_reference()
         if earlier is None:
             self._check_start(session)
-
-    def _open_reference(
-        self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
-    ) -> None:
-        """Set the reference's log probabilities of all answers: read them from the run, and compute the missing values."""
-        found = {"train": self.train, "held_out": self.held_out}
-        parts = {name: part for name, part in found.items() if part is not None}
-        record, size = session.task.base_record(), rows_per_evaluation(self.config)
-        model = model_identity(self.config, record)
-
-        def compute(batches: Iterable[PreferenceBatch]) -> Iterable[Floats]:
-            vectors = session.task.answer_log_probs(session, batches)
-            return [each.reshape(-1, 2) if self.loss.is_paired else each.reshape(2, -1).T for each in vectors]
-
-        self._reference = complete_reference(
-            folder=folder,
-            earlier=earlier,
-            identities={name: f"{_identity(part)} {model}" for name, part in parts.items()},
-            starts={name: np.arange(len(part) + 1) for name, part in parts.items()},
-            columns=2,
-            size=size,
-            made=f"{session.plan.backend.name} {record['precision']} {size} {self.config.share_prompts}",
-            make_batch=lambda name, places: self._batch(parts[name], [[at] for at in places]),
-            compute=compute,
-            role="reference",
-            writes=writes,
-            observer=observer,
-        )
-        session.task.forget_reference()
 
     def _check_start(self, session: Any) -> None:
         """Raise unless the model equals the reference in the first batch."""
@@ -165,46 +145,36 @@ class PreferenceRecipe(TokenRecipe):
             return self.longest_row()
         return int(self.corpus.num_supervised.max()) * (2 if self.loss.is_paired else 1)
 
-    def longest_batch(self, size: int) -> PreferenceBatch:
-        if self.packed is not None:
-            return self._batch(self.train, self.fullest_rows(size))
-        return self._batch(self.train, [[place] for place in self.longest_places(size)])
+    def batches(
+        self, part: PreferenceCorpus, rows: Sequence[Sequence[int]], *, size: int, **options: Any
+    ) -> Iterator[PreferenceBatch]:
+        return super().batches(part, rows, size=size, mean_chosen=_mean_chosen(part, rows))
 
-    def rows(self, step: int) -> list[int]:
-        return [place for row in self._order().rows(step) for place in row]
-
-    def micro_batches(self, step: int) -> list[PreferenceBatch]:
-        rows, size = self._order().rows(step), self.config.batch_size
-        mean = _mean_chosen(self.train, rows)
-        return [
-            self._batch(self.train, rows[start : start + size], mean_chosen=mean)
-            for start in range(0, len(rows), size)
-        ]
-
-    def _batch(
+    def batch(
         self,
-        corpus: PreferenceCorpus,
+        part: PreferenceCorpus,
         rows: Sequence[Sequence[int]],
         *,
         mean_chosen: float | None = None,
+        **options: Any,
     ) -> PreferenceBatch:
         """Make a batch from rows of indices. `mean_chosen`: for the whole step, if this is a part of it."""
         return make_batch(
-            [[corpus[place] for place in row] for row in rows],
+            [[part[place] for place in row] for row in rows],
             pad_id=self.tokenizer.pad_id,
             shares_prompts=self.config.share_prompts and self.loss.is_paired,
-            mean_chosen=mean_chosen if mean_chosen is not None else _mean_chosen(corpus, rows),
-            reference=self._reference.get("train" if corpus is self.train else "held_out"),
+            mean_chosen=mean_chosen if mean_chosen is not None else _mean_chosen(part, rows),
+            reference=self._reference.get("train" if part is self.train else "held_out"),
         )
 
-    def identity(self) -> str:
-        return _identity(self.train)
-
-    def eval_identity(self) -> str | None:
-        return _identity(self.held_out) if self.held_out is not None and not self.config.skip_eval else None
-
-    def skipped_rows(self) -> Sequence[str]:
-        return self.data.skipped
+    def identity_of(self, part: PreferenceCorpus) -> str:
+        """Return a hash of the tokens, their masks and the labels."""
+        corpus = part.corpus
+        sha = hashlib.sha256(corpus.hashes().astype("<u8").tobytes())
+        for numbers in (corpus.num_supervised, corpus.lengths(), part.first):
+            sha.update(numbers.astype("<i8").tobytes())
+        sha.update(repr([one.is_desirable for one in part.preferences]).encode())
+        return sha.hexdigest()
 
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
@@ -212,53 +182,29 @@ class PreferenceRecipe(TokenRecipe):
         described = self.describe_rows(form=f"preference: {form}", identity=self.identity())
         described["train"] |= self.train.stats
         rows = account(self.data, self.train, self.held_out)
-        described |= {
-            form.split()[0]: len(self.train),
-            "rows": rows,
-            "sides": describe_answers(self.train),
-        }
+        described |= {form.split()[0]: len(self.train), "rows": rows, "sides": describe_answers(self.train)}
         if self.held_out is not None:
             described["eval"] = self.held_out.stats
-        own = pair_warnings(
-            rows,
-            self.train,
-            self.held_out,
-            answers=described["sides"],
-            losses=self.loss.weights,
-            num_cut=0 if self.stops_at_long else self.train.num_cut,
-        )
-        if self.stops_at_long:  # training rejects what a report cuts
-            described["stops_at_long"] = True
-        stats = {
-            **described["train"],
-            "cut_examples": 0,
-            "dropped_examples": 0,
-            "duplicates": 0,
-        }  # the pairs have their own warnings
-        warnings = [*warnings_of(stats), *own]
+        num_cut = 0 if self.stops_at_long else self.train.num_cut
+        own = pair_warnings(rows, self.train, self.held_out, loss=self.loss, num_cut=num_cut)
+        others = dict.fromkeys(
+            ("cut_examples", "dropped_examples", "duplicates"), 0
+        )  # the pairs have their own
+        warnings = [*warnings_of(described["train"] | others), *own]
         return described | {k: v for k, v in (("notes", list(self.data.notes)), ("warnings", warnings)) if v}
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
         if self.held_out is None:
             return Evaluation(metrics={})
-        size, held_out = rows_per_evaluation(self.config), self.held_out
-        starts = range(0, len(held_out), size)
-        mean = _mean_chosen(held_out, [range(len(held_out))])
-        batches = (
-            self._batch(
-                held_out, [[place] for place in range(len(held_out))[at : at + size]], mean_chosen=mean
-            )
-            for at in starts
-        )
         with averaged(session):
-            result = session.evaluate(reporting(batches, len(starts), observer))
+            result = session.evaluate(self.held_out_batches(observer))
             samples, lengths = self._answer(session)
         accuracy = result.metrics[ACCURACY]
         return Evaluation(
             metrics={"loss": result.loss, **result.metrics}
             | ({ANSWER_LENGTH: float(np.mean(lengths))} if lengths else {}),
             samples=samples,
-            intervals={ACCURACY: wilson(accuracy, len(held_out))} if math.isfinite(accuracy) else {},
+            intervals={ACCURACY: wilson(accuracy, len(self.held_out))} if math.isfinite(accuracy) else {},
         )
 
     @cached_property
@@ -269,9 +215,7 @@ class PreferenceRecipe(TokenRecipe):
             num_steps=self.num_steps(),
             num_held_out=len(held_out),
             mean_tokens=float(np.mean([group.lengths[0] for group in groups if group.is_desirable])),
-            beta=self.loss.settings.beta,
-            has_pairs=self.loss.is_paired,
-            losses=tuple(self.loss.weights),
+            loss=self.loss,
         )
 
     def judge_step(self, step: int, result: Backward) -> Mapping[str, str]:
@@ -300,19 +244,6 @@ class PreferenceRecipe(TokenRecipe):
             for one, answer in zip(chosen, answers, strict=True)
         ], [len(answer) for answer in answers]
 
-    def complete_result(self, folder: Path) -> None:
-        write_tokenizer(self.config, self.tokenizer, folder)
-
 
 def _mean_chosen(corpus: PreferenceCorpus, rows: Sequence[Sequence[int]]) -> float:
     return float(np.mean([corpus[place].lengths[0] for row in rows for place in row]))
-
-
-def _identity(data: PreferenceCorpus) -> str:
-    """Return a hash of the tokens, their masks and the labels."""
-    corpus = data.corpus
-    sha = hashlib.sha256(corpus.hashes().astype("<u8").tobytes())
-    for numbers in (corpus.num_supervised, corpus.lengths(), data.first):
-        sha.update(numbers.astype("<i8").tobytes())
-    sha.update(repr([one.is_desirable for one in data.preferences]).encode())
-    return sha.hexdigest()

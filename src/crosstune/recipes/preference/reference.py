@@ -16,11 +16,12 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, Observer, Warned
 from crosstune.core.protocols import Array
+from crosstune.data.batches.row_order import rows_per_evaluation
 from crosstune.files.atomic_files import staged_file
 from crosstune.files.plain_files import file_sha256
 from crosstune.files.run_record import REFERENCE
 from crosstune.models.adapter_files import PEFT_WEIGHTS
-from crosstune.recipes.sft import reporting
+from crosstune.recipes.sft import TokenRecipe, reporting
 
 _HASH, _MADE = ".identity", "made"
 _LONGEST = 1000
@@ -38,15 +39,14 @@ def model_identity(config: Config, base: Mapping[str, Any]) -> str:
 
 
 def complete_reference(
+    recipe: TokenRecipe,
     *,
     folder: Path,
     earlier: Path | None,
     identities: Mapping[str, str],
     starts: Mapping[str, NDArray[np.int64]],
     columns: int,
-    size: int,
     made: str,
-    make_batch: Callable[[str, range], Any],
     compute: Callable[[Iterable[Any]], Iterable[Array]],
     role: str,
     writes: bool,
@@ -54,9 +54,10 @@ def complete_reference(
 ) -> dict[str, Array]:
     """Return the log probabilities of all examples: read them from the run, compute the missing ones, and store them.
 
-    `starts`: for each split, the first stored row of each example, then the number of rows. `make_batch` makes a batch of a range
-    of examples, and `compute` returns the values of each batch. `role`: reference or teacher.
+    `starts`: for `train` and `held_out`, the first stored row of each example, then the number of rows. `compute` returns the
+    values of each batch. `role`: reference or teacher.
     """
+    size = rows_per_evaluation(recipe.config)
     path = (earlier or folder) / REFERENCE
     rows = {name: int(places[-1]) for name, places in starts.items()}
     # A continued run keeps its values on every backend.
@@ -79,7 +80,7 @@ def complete_reference(
     several = max(_BATCHES_PER_SAVE, -(-len(missing) // _MAX_SAVES))
     for first in range(0, len(missing), several):
         chunk = missing[first : first + several]
-        batches = (make_batch(*place) for place in chunk)
+        batches = (recipe.batch(getattr(recipe, name), [[at] for at in examples]) for name, examples in chunk)
         shown = reporting(batches, len(missing), observer, done=first, stage=role)
         for (name, examples), values in zip(chunk, compute(shown), strict=True):
             if not np.isfinite(values).all():

@@ -7,28 +7,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from crosstune.core.protocols import Array
-from crosstune.recipes.preference.batch import OTHER, PreferenceBatch
 from crosstune.recipes.preference.losses import PreferenceLoss, loss_and_metrics, metric_names
+from crosstune.recipes.preference.open_pairs import OTHER, PreferenceBatch
+from crosstune.torch_engine import array_functions
 from crosstune.torch_engine.task import FirstWeights, MetricSums, Tensors
 from crosstune.torch_engine.tasks.causal_lm import CausalLM, can_share_prompts
 from crosstune.torch_engine.tasks.model_input import ModelInput
-
-
-class TorchFunctions:
-    @staticmethod
-    def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
-        return F.logsigmoid(x)
-
-    @staticmethod
-    def log1mexp(x: torch.Tensor) -> torch.Tensor:
-        return torch.log(-torch.expm1(x))
-
-    exp = staticmethod(torch.exp)
-    relu = staticmethod(torch.relu)
 
 
 class ReferenceLM(CausalLM):
@@ -77,7 +64,7 @@ class PreferenceLM(ReferenceLM):
             reference = torch.zeros_like(log_probs)
         return loss_and_metrics(
             self.preference,
-            TorchFunctions(),
+            array_functions,
             tensors,
             log_probs=log_probs,
             reference=reference,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from crosstune.core.intervals import wilson
 from crosstune.core.protocols import Metrics
 from crosstune.recipes.preference.data_report import length_advice
-from crosstune.recipes.preference.losses import ACCURACY, ANSWER_LENGTH
+from crosstune.recipes.preference.losses import ACCURACY, ANSWER_LENGTH, PreferenceLoss
 
 BROKEN = 0.5
 """Nats per token that the chosen answers may lose before the model counts as broken: 1.65 times the perplexity."""
@@ -40,9 +40,7 @@ class Verdicts:
     num_held_out: int
     mean_tokens: float
     """Mean length of the chosen held-out answers."""
-    beta: float
-    has_pairs: bool = True
-    losses: tuple[str, ...] = ("dpo",)
+    loss: PreferenceLoss
     reach: str = ""
     """The sentence about an adapter in few layers; empty if it reaches most."""
     _recent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
@@ -56,7 +54,7 @@ class Verdicts:
         self._recent.append(metrics)
         if metrics.get(ACCURACY) != 1.0 or (step > 2 and not self._early_pairs):
             self._early_pairs = None
-        if self._early_pairs is None or not self.has_pairs:
+        if self._early_pairs is None or not self.loss.is_paired:
             return found
         self._early_pairs += num_pairs
         is_early = step <= max(3, EARLY_FRACTION * self.num_steps)
@@ -75,7 +73,7 @@ class Verdicts:
         if len(evaluations) < 2:
             return {"few layers": self.reach} if self.reach else {}
         lost = {
-            side: (first[f"rewards/{side}"] - last[f"rewards/{side}"]) / self.beta / self.mean_tokens
+            side: (first[f"rewards/{side}"] - last[f"rewards/{side}"]) / self.loss.beta / self.mean_tokens
             for side in ("chosen", "rejected")
         }
         return {
@@ -83,7 +81,7 @@ class Verdicts:
             "broken": _broken(lost["chosen"]),
             "both rewards fall": _both_fall(lost, last),
             "accuracy does not grow": self._no_gain(last),
-            "answers grow": _answers_grow(first, last, advice=length_advice(self.losses)),
+            "answers grow": _answers_grow(first, last, advice=length_advice(self.loss.weights)),
         }
 
     def _no_gain(self, last: Metrics) -> str:

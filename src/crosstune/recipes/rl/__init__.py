@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS
 from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec
 from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
 from crosstune.estimate.machine import BackendReport
 from crosstune.recipes.rl.read_prompts import TARGETS, columns_of, read_prompts
 from crosstune.recipes.rl.recipe import RlRecipe
-from crosstune.recipes.rl.rewards.check_rewards import check_columns, check_files
+from crosstune.recipes.rl.rewards.open_rewards import check_columns, check_files
+from crosstune.recipes.sft import low_rate
 
 LONGEST_ANSWER = 512
 
@@ -24,13 +24,7 @@ def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
 
 def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
     """Return the learning rate, far below that of supervised fine-tuning, and the length of answers."""
-    found = {}
-    if "lr" not in config.sources:
-        is_adapter = TRAIN_TYPE_PARTS[config.train_type][0] in ADAPTER_METHODS
-        found["lr"] = Preset(
-            value=1e-5 if is_adapter else 1e-6,
-            reason=f"usual for rewards with {'adapters' if is_adapter else 'full fine-tuning'}",
-        )
+    found = low_rate(config, what="rewards")
     if "max_new_tokens" not in config.sources:
         found["max_new_tokens"] = Preset(value=LONGEST_ANSWER, reason="usual for answers with rewards")
     return found

@@ -1,4 +1,4 @@
-"""Losses of reinforcement learning as functions of log probabilities, for arrays of numpy, torch and MLX.
+"""Losses of reinforcement learning as functions of log probabilities, for arrays of torch and MLX.
 
 Formulas: GRPO arXiv:2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, BNPO 2506.02864, GSPO 2507.18071, RLOO 2402.14740. The
 weights of the generator's mismatch are truncated importance ratios (2512.01374).
@@ -7,9 +7,10 @@ weights of the generator's mismatch are truncated importance ratios (2512.01374)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,23 +27,6 @@ WHOLE_ANSWERS = ("gspo", "rloo")
 UNSCALED = ("dr_grpo", "rloo", "reinforce")
 """Losses whose advantages are not divided by a standard deviation by default."""
 _BETAS, _EPSILONS = {"rloo": 0.05}, {"gspo": (3e-4, 4e-4)}
-
-
-class Functions(Protocol):
-    """Functions of an array library."""
-
-    def exp(self, x: Any) -> Any: ...
-
-    def minimum(self, x: Any, y: Any) -> Any: ...
-
-    def clip(self, x: Any, low: float, high: float) -> Any: ...
-
-    def detach(self, x: Any) -> Any: ...
-
-    def abs(self, x: Any) -> Any: ...
-
-    def sum_by(self, values: Any, numbers: Any, like: Any) -> Any:
-        """Return the sum of the values with each number, in an array shaped like `like`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +73,16 @@ class RlLoss:
     def has_kl_reward(self) -> bool:
         return self.beta != 0 and self.name == "rloo"
 
+    @property
+    def unit(self) -> str:
+        """The unit of the weight of a micro-batch."""
+        if self.name in BY_TOKENS:
+            return "answer_tokens"
+        return "micro_batches" if self.name == "bnpo" else "answers"
+
     def weight(self, num_answers: int, num_tokens: int) -> int:
         """Return the number of terms of a micro-batch, with this number of tokens in the loss."""
-        return num_tokens if self.name in BY_TOKENS else 1 if self.name == "bnpo" else num_answers
+        return {"answer_tokens": num_tokens, "micro_batches": 1, "answers": num_answers}[self.unit]
 
 
 def advantages(rewards: Floats, *, name: str, scale: str) -> Floats:
@@ -118,14 +109,10 @@ def deviation(rewards: Floats) -> Floats:
 
 def metric_names(loss: RlLoss) -> tuple[str, ...]:
     """Return the names of the metrics of a training pass, the same as TRL's."""
-    clips = (
-        ()
-        if loss.name == "reinforce"
-        else tuple(f"clip_ratio/{kind}_mean" for kind in ("low", "high", "region"))
-    )
+    clips = [f"clip_ratio/{kind}_mean" for kind in ("low", "high", "region")]
     return (
         "entropy",
-        *clips,
+        *(clips if loss.name != "reinforce" else ()),
         "sampling/sampling_logp_difference/mean",
         "sampling/sampling_logp_difference/max",
         "sampling/importance_sampling_ratio/mean",
@@ -138,7 +125,7 @@ Sums = dict[str, tuple[Any, Any]]
 
 def loss_and_metrics(
     loss: RlLoss,
-    f: Functions,
+    f: ModuleType,
     arrays: Mapping[str, Any],
     *,
     log_probs: Any,
@@ -146,7 +133,7 @@ def loss_and_metrics(
     answers: Any,
     counted: Any,
 ) -> tuple[Any, Sums]:
-    """Return the summed loss of a micro-batch and the sums of its metrics.
+    """Return the summed loss of a micro-batch and the sums of its metrics. `f`: the `array_functions` of an engine.
 
     The values of tokens are vectors over all answers: `log_probs` in the training pass, `answers` with the number of the answer,
     `counted` with 0 for padding. The arrays: for tokens, `sampler`, and where they exist `old` and `reference`; for answers,
@@ -188,7 +175,7 @@ def loss_and_metrics(
         kl = (f.exp(distance) - distance - 1) * (ratio[answers] if whole else ratio)
         sums["kl"] = (f.detach(kl * kept).sum(), num_tokens)
         terms = terms + loss.beta * kl
-    difference = f.abs(f.detach(mismatch))
+    difference = f.absolute(f.detach(mismatch))
     sums["sampling/sampling_logp_difference/mean"] = (difference.sum(), num_tokens)
     sums["sampling/sampling_logp_difference/max"] = (difference.max(), num_tokens)
     scale = f.detach(f.exp(mismatch)) * kept
@@ -204,7 +191,9 @@ def loss_and_metrics(
     return (by_answer / (loss.longest if loss.name == "dr_grpo" else divisor)).sum(), sums
 
 
-def _correction(loss: RlLoss, f: Functions, mismatch: Any, answers: Any, lengths: Any, *, whole: bool) -> Any:
+def _correction(
+    loss: RlLoss, f: ModuleType, mismatch: Any, answers: Any, lengths: Any, *, whole: bool
+) -> Any:
     """Return the capped importance ratios of the training pass to the generator, without a gradient: for each answer if the terms
     of the loss are `whole` answers, otherwise for each token."""
     if loss.correction == "none":
@@ -213,9 +202,3 @@ def _correction(loss: RlLoss, f: Functions, mismatch: Any, answers: Any, lengths
         return f.clip(f.exp(f.detach(mismatch)), 0.0, loss.cap)
     by_answer = f.clip(f.exp(f.detach(f.sum_by(mismatch, answers, lengths))), 0.0, loss.cap)
     return by_answer if whole else by_answer[answers]
-
-
-def log_ratios(own: Sequence[Any], reference: Sequence[Any]) -> Floats:
-    """Return the log ratio of each answer to the reference, whose mean estimates the KL divergence."""
-    pairs = zip(own, reference, strict=True)
-    return np.array([float((mine - theirs).sum()) for mine, theirs in pairs], dtype=np.float64)

@@ -9,24 +9,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from crosstune.core.protocols import Array
+from crosstune.mlx_engine import array_functions
 from crosstune.mlx_engine.task import Arrays, MetricSums
 from crosstune.mlx_engine.tasks.causal_lm import CausalLoss
 from crosstune.mlx_engine.tasks.token_losses import Weights
 from crosstune.recipes.preference.mlx_parts import ForkedLM, ReferenceLoss, detached
-from crosstune.recipes.rl.batch import RolloutBatch
 from crosstune.recipes.rl.losses import RlLoss, loss_and_metrics, metric_names
-
-
-class MlxFunctions:
-    exp = staticmethod(mx.exp)
-    minimum = staticmethod(mx.minimum)
-    abs = staticmethod(mx.abs)
-    clip = staticmethod(mx.clip)
-    detach = staticmethod(mx.stop_gradient)
-
-    @staticmethod
-    def sum_by(values: mx.array, numbers: mx.array, like: mx.array) -> mx.array:
-        return mx.zeros(like.shape, dtype=values.dtype).at[numbers].add(values)
+from crosstune.recipes.rl.rollouts import RolloutBatch
 
 
 class RlLM(ForkedLM):
@@ -38,9 +27,9 @@ class RlLM(ForkedLM):
 
     def prepare_loss(self, model: nn.Module) -> CausalLoss:
         self.find_sharing(model)
-        self.prepared = AnswerTokensLoss(model, self.rl)
+        self.prepared = self.answers = AnswerTokensLoss(model, self.rl)
         if not self.rl.beta:
-            self.prepared.forget_reference()
+            self.answers.reference = {}
         return self.prepared
 
     def arrays(self, batch: Any) -> Mapping[str, Array]:
@@ -51,9 +40,8 @@ class RlLM(ForkedLM):
         self, session: Any, batches: Sequence[RolloutBatch], *, reference: bool
     ) -> list[Array]:
         """Return the log probabilities of the tokens of each batch, under the model or its reference."""
-        loss = self.prepared
-        assert isinstance(loss, AnswerTokensLoss)
-        found = session.map_batches(batches, loss.of_reference_tokens if reference else loss.of_tokens)
+        compute = self.answers.of_reference_tokens if reference else self.answers.of_tokens
+        found = session.map_batches(batches, compute)
         counts = [len(batch.of_tokens["sampler"]) for batch in batches]
         return [vector[:count] for vector, count in zip(found, counts, strict=True)]
 
@@ -69,7 +57,8 @@ class AnswerTokensLoss(ReferenceLoss):
         return self._log_probs(arrays, self.trained_weights())
 
     def of_reference_tokens(self, arrays: Arrays) -> mx.array:
-        return self.of_reference(arrays, self.trained_weights(), self._log_probs)
+        with self.other_weights(self.reference, self.trained_weights()):
+            return mx.stop_gradient(self._log_probs(arrays, self.reference))
 
     def _log_probs(self, arrays: Arrays, weights: Weights) -> mx.array:
         return self.token_log_probs(arrays, weights, temperature=self.rl.temperature)[0]
@@ -78,7 +67,7 @@ class AnswerTokensLoss(ReferenceLoss):
         log_probs, entropies = self.token_log_probs(arrays, weights, temperature=self.rl.temperature)
         total, sums = loss_and_metrics(
             self.rl,
-            MlxFunctions(),
+            array_functions,
             arrays,
             log_probs=log_probs,
             entropies=entropies,

@@ -13,7 +13,7 @@ from crosstune.core.errors import UserError, shown
 from crosstune.core.rewards import ScoredAnswer
 from crosstune.data.prompt_rows import PromptRows, prompt_key, read_prompt_rows
 from crosstune.data.read.files import Row
-from crosstune.data.read.formats import SYSTEM_COLUMNS, Turn, as_messages, check_media, tools_of
+from crosstune.data.read.formats import SYSTEM_COLUMNS, Turn, as_messages, check_media, tools_of, turns_text
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.data.tokens.tokenizer import Tokenizer
 
@@ -38,9 +38,7 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        if len(self.prompt) == 1:
-            return str(self.prompt[0]["content"])
-        return "\n".join(f"{turn['role']}: {turn['content']}" for turn in self.prompt)
+        return turns_text(self.prompt)
 
     def scored(self, answer: str) -> ScoredAnswer:
         return ScoredAnswer(prompt=self.prompt, answer=answer, columns=self.columns, is_text=self.is_text)

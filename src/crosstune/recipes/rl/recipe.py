@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.events import Observer, Observers, Warned
+from crosstune.core.events import Observer, Warned
 from crosstune.core.intervals import mean_interval
 from crosstune.core.protocols import (
     Array,
@@ -30,19 +30,16 @@ from crosstune.core.protocols import (
 from crosstune.core.rewards import Rewards
 from crosstune.core.weights import averaged
 from crosstune.data.batches.row_order import RowOrder
-from crosstune.data.batches.token_batch import Example, TokenBatch, pad_rows
+from crosstune.data.batches.token_batch import Example, TokenBatch, split_rows
 from crosstune.data.prompt_rows import prompt_key
 from crosstune.data.read.in_memory import name_in_memory
-from crosstune.models.folder import longest_context
-from crosstune.recipes.rl.batch import Rollout, RolloutBatch, make_batch
-from crosstune.recipes.rl.losses import BY_TOKENS, Floats, RlLoss, advantages, log_ratios
+from crosstune.recipes.rl.losses import Floats, RlLoss, advantages
 from crosstune.recipes.rl.read_prompts import Prompt, columns_of, identity_of, read_prompts, tokenize
-from crosstune.recipes.rl.rewards.check_rewards import check_columns
 from crosstune.recipes.rl.rewards.judged import FindJudge
-from crosstune.recipes.rl.rewards.open_rewards import open_rewards
-from crosstune.recipes.rl.rollouts import Generator, Rollouts, measure
+from crosstune.recipes.rl.rewards.open_rewards import check_columns, open_rewards
+from crosstune.recipes.rl.rollouts import Generator, Rollout, RolloutBatch, Rollouts, make_batch, measure
 from crosstune.recipes.rl.verdicts import Verdicts, mean_name
-from crosstune.recipes.sft import open_tokenizer, write_tokenizer
+from crosstune.recipes.sft import TokenRecipe, engine_parts
 
 _REWARDS = "rewards"
 """The hash of the rewards among the carried arrays."""
@@ -50,42 +47,30 @@ REFERENCES = ("answer", "solution", "reference", "ground_truth", "target")
 """Columns that are shown next to the answers of an evaluation."""
 
 
-class RlRecipe:
+class RlRecipe(TokenRecipe):
     """The prompts of one run, the answers to them, and their evaluation."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        model_folder: Path,
-        observer: Observer | None = None,
-        open_judge: FindJudge | None = None,
-        cut_long: bool = False,
-    ) -> None:
-        self.stops_at_long = cut_long and config.truncation == "error"
-        config = replace(config, truncation="drop") if self.stops_at_long else config  # prompts are never cut
-        self.config, self.observer, self.open_judge = config, observer or Observers(), open_judge
+    truncation_of_report = "drop"  # prompts are never cut
+
+    def __init__(self, config: Config, *, open_judge: FindJudge | None = None, **options: Any) -> None:
         raise_all(check_options(config))
-        self.loss = RlLoss.from_config(config)
-        self.weight_name = weight_name(self.loss)
-        self.tokenizer = open_tokenizer(config, model_folder)
-        limit = longest_context(model_folder)
+        super().__init__(config, **options)
+        self.open_judge, self.loss = open_judge, RlLoss.from_config(config)
+        self.weight_name = self.loss.unit
         data = read_prompts(config)
         if config.reward is not None:
             check_columns(config, columns_of(data.train))
-        self.data = tokenize(data, self.tokenizer, config=config, model_limit=limit)
+        self.data = tokenize(data, self.tokenizer, config=self.config, model_limit=self.model_limit)
         self.train, self.held_out = self.data.train, self.data.held_out
         self._rewards: Rewards | None = None
-        self._rollouts: Rollouts | None = None
+        self.rollouts: Rollouts | None = None
 
     def configure(self, config: Config) -> None:
-        self.config = config
+        super().configure(config)
         self.loss = RlLoss.from_config(config)
 
     def task(self, engine: str) -> Task:
-        module = importlib.import_module(f"crosstune.recipes.rl.{engine}_parts")
-        task: Task = module.RlLM(self.loss)
-        return task
+        return engine_parts("rl", engine).RlLM(self.loss)
 
     def prepare_session(
         self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
@@ -111,20 +96,15 @@ class RlRecipe:
 
     def make_batches(self, session: Session, step: int, *, observer: Observer) -> Sequence[Batch]:
         number = step // self.config.num_iterations
-        if self._rollouts is None or self._rollouts.number != number:
-            self._rollouts = self._generate(session, number)
-        return self._batches(self._rollouts)
+        if self.rollouts is None or self.rollouts.number != number:
+            self.rollouts = self._generate(session, number)
+        return self._scored_batches(self.rollouts)
 
     def _generate(self, session: Any, number: int) -> Rollouts:
         """Return the answers of a generation, with their log probabilities before the first step on them."""
         config = self.config
-        found = self._generator(session).generate(
-            self.train,
-            [place for row in self._order().rows(number) for place in row],
-            number=number,
-            num=config.num_generations,
-            replacements=config.dynamic_sampling,
-        )
+        places = self.rows(number * config.num_iterations)
+        found = self._generator(session, self.train).generate(places, number=number)
         if config.num_iterations > 1 or self.loss.has_kl_reward:
             found = self._with_log_probs(session, found, "old")
         if self.loss.beta:
@@ -133,7 +113,7 @@ class RlRecipe:
 
     def _with_log_probs(self, session: Any, rollouts: Rollouts, name: str) -> Rollouts:
         """Return the answers with the log probabilities of their tokens: `old`, in the training pass, or of the `reference`."""
-        batches = self._plain_batches(rollouts.groups)
+        batches = self._batches(rollouts.groups)
         vectors = session.task.token_log_probs(session, batches, reference=name == "reference")
         flat = np.concatenate(vectors)
         if not np.isfinite(flat).all():
@@ -142,19 +122,22 @@ class RlRecipe:
                 why="the model overflows in this precision, or has weights that are not finite.",
                 do="use --precision fp32 or bf16, or a lower --lr",
             )
-        start, groups = 0, list[list[Rollout]]()
-        for group in rollouts.groups:
-            groups.append([])
-            for rollout in group:
-                end = start + len(rollout.tokens)
-                found: dict[str, Any] = {name: flat[start:end]}
-                groups[-1].append(replace(rollout, **found))
-                start = end
+        parts: Any = iter(np.split(flat, np.cumsum([len(rollout.tokens) for rollout in rollouts.flat])))
+        groups = [[replace(rollout, **{name: next(parts)}) for rollout in group] for group in rollouts.groups]
         return replace(rollouts, groups=groups)
 
-    def _plain_batches(self, groups: Sequence[Sequence[Rollout]]) -> list[RolloutBatch]:
-        size = self.config.batch_size
-        return [self._batch(groups[start : start + size]) for start in range(0, len(groups), size)]
+    def _batches(
+        self, groups: Sequence[Sequence[Rollout]], given: Floats | None = None
+    ) -> list[RolloutBatch]:
+        """Return micro-batches of answers, with their advantages if given."""
+        starts, size = range(0, len(groups), self.config.batch_size), self.config.batch_size
+        return [
+            self._batch(
+                groups[start : start + size],
+                given[start : start + size].reshape(-1).tolist() if given is not None else None,
+            )
+            for start in starts
+        ]
 
     def _batch(
         self, groups: Sequence[Sequence[Rollout]], given: Sequence[float] | None = None
@@ -169,57 +152,48 @@ class RlRecipe:
             shares_prompts=self.config.share_prompts,
         )
 
-    def _batches(self, rollouts: Rollouts) -> list[RolloutBatch]:
+    def _scored_batches(self, rollouts: Rollouts) -> list[RolloutBatch]:
         """Return the micro-batches of a step on these answers."""
-        rewards, groups, size = (
-            rollouts.rewards(self.rewards.weights),
-            rollouts.groups,
-            self.config.batch_size,
-        )
+        rewards = rollouts.rewards(self.rewards.weights)
         if self.loss.has_kl_reward:
             rewards = rewards - self.loss.beta * self._log_ratios(rollouts).reshape(rewards.shape)
         given = advantages(rewards, name=self.loss.name, scale=self.loss.scale)
-        batches = [
-            self._batch(groups[start : start + size], given[start : start + size].reshape(-1).tolist())
-            for start in range(0, len(groups), size)
-        ]
+        batches = self._batches(rollouts.groups, given)
         if not sum(batch.weight for batch in batches):  # every answer is cut and left out
             batches[0] = replace(batches[0], weight=1)
         return batches
 
     def _log_ratios(self, rollouts: Rollouts) -> Floats:
         """Return the log ratio of each answer to the reference, 0 if it is left out of the loss."""
-        flat = [rollout for group in rollouts.groups for rollout in group]
-        kept = np.array([one.stopped or not self.config.mask_truncated for one in flat])
-        return kept * log_ratios([one.old for one in flat], [one.reference for one in flat])
+        given: list[Any] = rollouts.flat
+        kept = np.array([one.stopped or not self.config.mask_truncated for one in given])
+        return kept * np.array([float((one.old - one.reference).sum()) for one in given])
 
-    def _generator(self, session: Any) -> Generator:
+    def _generator(self, session: Any, prompts: Sequence[Prompt]) -> Generator:
         assert isinstance(session, DividesPrompts), "a session of a language model generates"
-        config = self.config
         return Generator(
             session=session,
             tokenizer=self.tokenizer,
             rewards=self.rewards,
-            seed=config.seed,
-            temperature=config.temperature,
-            max_new_tokens=config.max_new_tokens,
+            config=self.config,
+            prompts=prompts,
         )
 
     def batch_metrics(self, step: int) -> Metrics:
-        assert self._rollouts is not None
-        found = measure(self._rollouts, self.rewards.names, self.rewards.weights)
+        assert self.rollouts is not None
+        found = measure(self.rollouts, self.rewards.names, self.rewards.weights)
         if self.loss.has_kl_reward:
-            found["kl"] = float(self._log_ratios(self._rollouts).mean())
+            found["kl"] = float(self._log_ratios(self.rollouts).mean())
         is_new = step % self.config.num_iterations == 0
-        return found | {name: seconds if is_new else 0.0 for name, seconds in self._rollouts.seconds.items()}
+        return found | {name: seconds if is_new else 0.0 for name, seconds in self.rollouts.seconds.items()}
 
     def carried_state(self) -> Mapping[str, Array]:
         """Return the hash of the rewards, and the answers if there are further steps on them."""
         state: dict[str, Array] = {}
         if self._rewards is not None:
             state[_REWARDS] = np.frombuffer(self._rewards.identity().encode(), np.uint8)
-        if self._rollouts is not None and self.config.num_iterations > 1:
-            state |= self._rollouts.to_arrays()
+        if self.rollouts is not None and self.config.num_iterations > 1:
+            state |= self.rollouts.to_arrays()
         return state
 
     def carry_on(self, state: Mapping[str, Array], *, step: int) -> None:
@@ -231,19 +205,15 @@ class RlRecipe:
         if "generation" in state and step % self.config.num_iterations:
             found = Rollouts.from_arrays(state)
             fits = found.scores.shape[1:] == (self.config.num_generations, len(self.rewards.names))
-            self._rollouts = found if fits and found.number == step // self.config.num_iterations else None
+            self.rollouts = found if fits and found.number == step // self.config.num_iterations else None
 
     def micro_batches(self, step: int) -> list[TokenBatch]:
         """Return the prompts of a step as text to predict, to compare a model before and after a move."""
-        size = self.config.batch_size
-        places = self.rows(step)
         examples = [
-            self.example(place, supervised=np.arange(len(self.train[place].tokens)) > 0) for place in places
+            self.example(place, supervised=np.arange(len(self.train[place].tokens)) > 0)
+            for place in self.rows(step)
         ]
-        pad_id = self.tokenizer.pad_id
-        return [
-            pad_rows(examples[start : start + size], pad_id=pad_id) for start in range(0, len(examples), size)
-        ]
+        return list(split_rows(examples, batch_size=self.config.batch_size, pad_id=self.tokenizer.pad_id))
 
     def example(self, place: int, *, supervised: Array | None = None) -> Example:
         """Return a prompt as an example, without supervised tokens unless given."""
@@ -262,49 +232,35 @@ class RlRecipe:
         return steps if self.config.max_steps == -1 else min(steps, self.config.max_steps)
 
     def rows(self, step: int) -> list[int]:
-        return [place for row in self._order().rows(step // self.config.num_iterations) for place in row]
+        return super().rows(step // self.config.num_iterations)
 
     def order(self) -> Mapping[str, Any]:
-        config = self.config
-        return {
-            **self._order().identity(),
-            "num_generations": config.num_generations,
-            "num_iterations": config.num_iterations,
-        }
+        names = ("num_generations", "num_iterations")
+        return {**super().order(), **{name: getattr(self.config, name) for name in names}}
 
     def position(self, step: int) -> Mapping[str, Any]:
         following = self.rows(step) if step < self.num_steps() else []
         return self._order().position(-(-step // self.config.num_iterations)) | {"next_examples": following}
 
-    def identity(self) -> str:
-        return identity_of(self.train)
+    def identity_of(self, part: Sequence[Prompt]) -> str:
+        return identity_of(part)
 
-    def eval_identity(self) -> str | None:
-        return identity_of(self.held_out) if self.held_out and not self.config.skip_eval else None
-
-    def skipped_rows(self) -> Sequence[str]:
-        return self.data.skipped
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each prompt."""
+        return np.array([len(one.tokens) for one in self.train])
 
     def longest_row(self) -> int:
         """Return the tokens of the longest prompt with all of its answers at their maximum length."""
-        return self._longest_prompt + self.config.num_generations * self.config.max_new_tokens
-
-    @cached_property
-    def _longest_prompt(self) -> int:
-        return max(len(one.tokens) for one in self.train)
-
-    def num_rows(self) -> int:
-        return len(self.train)
+        return int(self.lengths.max()) + self.longest_target()
 
     def longest_target(self) -> int:
         return self.config.num_generations * self.config.max_new_tokens
 
     def tokens_per_row(self) -> float:
-        mean = float(np.mean([len(one.tokens) for one in self.train]))
-        return mean + self.longest_target()
+        return float(self.lengths.mean()) + self.longest_target()
 
     def longest_batch(self, size: int) -> RolloutBatch:
-        longest = np.argsort([-len(one.tokens) for one in self.train], kind="stable")
         num, count = self.config.num_generations, self.config.max_new_tokens
         zeros = np.zeros(count, dtype=np.float32)
         values: dict[str, Any] = {"old": zeros} if self.config.num_iterations > 1 else {}
@@ -312,11 +268,11 @@ class RlRecipe:
         made = Rollout(
             prompt=0, tokens=[self.tokenizer.pad_id] * count, sampler=zeros, stopped=True, **values
         )
-        return self._batch([[replace(made, prompt=int(place))] * num for place in np.resize(longest, size)])
+        return self._batch([[replace(made, prompt=place)] * num for [place] in self.longest_rows(size)])
 
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
-        lengths, config, data = [len(one.tokens) for one in self.train], self.config, self.data
+        lengths, config, data = self.lengths, self.config, self.data
         num_kept = len(self.train) + len(self.held_out) + data.num_too_long + len(data.skipped)
         columns = sorted(columns_of(self.train[:1000]))
         warnings = []
@@ -335,7 +291,7 @@ class RlRecipe:
             "context_length": config.context_length,
             "num_steps": self.num_steps(),
             "train": {
-                "examples": len(self.train), "tokens": sum(lengths), "supervised_tokens": 0, "longest": max(lengths),
+                "examples": len(self.train), "tokens": int(lengths.sum()), "supervised_tokens": 0, "longest": int(lengths.max()),
                 "rows": data.num_rows, "bad_rows": len(data.skipped), "dropped_examples": data.num_too_long,
                 "duplicates": len(self.train) - len({prompt_key(one) for one in self.train}),
                 **{f"length_p{share}": int(np.percentile(lengths, share, method="higher")) for share in (50, 90, 99)},
@@ -354,9 +310,9 @@ class RlRecipe:
         if not self.held_out:
             return Evaluation(metrics={})
         with averaged(session):
-            generator = self._generator(session)
-            groups = generator.answer(self.held_out, num=1, key="evaluation")
-            scores = generator.score(self.held_out, groups)
+            generator = self._generator(session, self.held_out)
+            groups = generator.answer(range(len(self.held_out)), num=1, key="evaluation")
+            scores = generator.score(groups)
         found = Rollouts(number=0, groups=groups, scores=scores)
         names = self.rewards.names
         metrics = measure(found, names, self.rewards.weights)
@@ -399,16 +355,6 @@ class RlRecipe:
     def judge_evaluation(self, evaluations: Mapping[int, Metrics]) -> Mapping[str, str]:
         return self._verdicts.observe_evaluation(evaluations, num=len(self.held_out))
 
-    def complete_result(self, folder: Path) -> None:
-        write_tokenizer(self.config, self.tokenizer, folder)
-
-
-def weight_name(loss: RlLoss) -> str:
-    """Return the unit of the weight of a micro-batch."""
-    return (
-        "answer_tokens" if loss.name in BY_TOKENS else "micro_batches" if loss.name == "bnpo" else "answers"
-    )
-
 
 def _reference(prompt: Prompt) -> str:
     return next(
@@ -416,28 +362,21 @@ def _reference(prompt: Prompt) -> str:
     )
 
 
-def check_options(config: Config) -> list[UserError]:
-    """Return a problem for each option that the recipe does not support."""
-    problems = []
+def check_options(config: Config) -> Iterator[UserError]:
+    """Yield a problem for each option that the recipe does not support."""
     if config.num_generations < 2:
-        problems.append(
-            UserError(
-                "--num_generations 1 cannot be used.",
-                why="an answer is compared with the other answers to its prompt.",
-                do="use 2 or more; 8 is usual",
-            )
+        yield UserError(
+            "--num_generations 1 cannot be used.",
+            why="an answer is compared with the other answers to its prompt.",
+            do="use 2 or more; 8 is usual",
         )
     if config.rl_loss == "reinforce" and config.num_iterations > 1:
-        problems.append(
-            UserError(
-                "--num_iterations does not work with --rl_loss reinforce.",
-                why="it has no probability ratio, so its second step on the same answers would be wrong.",
-                do="use --rl_loss grpo, or one step",
-            )
+        yield UserError(
+            "--num_iterations does not work with --rl_loss reinforce.",
+            why="it has no probability ratio, so its second step on the same answers would be wrong.",
+            do="use --rl_loss grpo, or one step",
         )
     for name in ("packing", "train_on_prompt"):
         if getattr(config, name):
-            problems.append(
-                UserError(f"--{name} does not work with --recipe rl.", why="its rows are generated answers.")
-            )
-    return problems
+            why = "its rows are generated answers."
+            yield UserError(f"--{name} does not work with --recipe rl.", why=why)

@@ -1,29 +1,123 @@
-"""Generate the answers of a step with the current weights, score them, and keep them for further steps and checkpoints."""
+"""Generate the answers of a step with the current weights, score them, and make micro-batches of them."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.config.schema import Config
 from crosstune.core.protocols import Array, DividesPrompts
 from crosstune.core.rewards import Rewards, weighted_sum
 from crosstune.core.sampling import Sampling
+from crosstune.data.batches.forked import Fork, fork_rows, separate_rows
+from crosstune.data.batches.token_batch import Example, TokenBatch, number_answers, pad_rows
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.recipes.rl.batch import Rollout
-from crosstune.recipes.rl.losses import deviation
+from crosstune.recipes.rl.losses import RlLoss, deviation
 from crosstune.recipes.rl.read_prompts import Prompt
 
+Floats = NDArray[np.float32]
 Scores = NDArray[np.float64]
 _PROMPT_KEY = 2**35
 """Separates the random stream of replacing prompts from other streams with the same seed."""
 _ANSWERS_PER_PROMPT = 2**20
 """More than the answers to one prompt in a step."""
 _OPTIONAL = ("old", "reference")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """A generated answer to a prompt."""
+
+    prompt: int
+    """The index of the prompt in the data."""
+    tokens: Sequence[int]
+    """With the stop token, if there is one."""
+    sampler: Floats
+    """The log probability of each token in the generator."""
+    stopped: bool
+    """False if the answer was cut at its maximum length."""
+    old: Floats | None = None
+    """The log probability of each token in the training pass, with the weights of the generator."""
+    reference: Floats | None = None
+    """The log probability of each token under the reference."""
+
+    def example(self, prompt: Sequence[int]) -> Example:
+        """Return the prompt with the answer, whose tokens carry the loss."""
+        return Example(
+            tokens=np.array([*prompt, *self.tokens], dtype=np.int32),
+            supervised=np.arange(len(prompt) + len(self.tokens)) >= len(prompt),
+            index=self.prompt,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """Answers in the order of their prompts."""
+
+    tokens: TokenBatch
+    weight: int
+    of_answers: Mapping[str, Floats]
+    """`advantages`, and `kept`: 0 for an answer that is left out of the loss."""
+    of_tokens: Mapping[str, Floats] = field(default_factory=dict)
+    """`sampler`, `old` and `reference`, for the tokens of all answers in their order."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.num_tokens
+
+    def arrays(self, token_arrays: Callable[[TokenBatch], Mapping[str, Array]]) -> dict[str, Array]:
+        """Return the arrays for an engine; `token_arrays` makes the arrays of tokens, `targets` possibly padded."""
+        found = dict(token_arrays(self.tokens))
+        width = len(found["targets"])
+        padded = {name: np.pad(values, (0, width - len(values))) for name, values in self.of_tokens.items()}
+        return {**found, **self.of_answers, **padded}
+
+
+def make_batch(
+    groups: Sequence[Sequence[Rollout]],
+    prompts: Sequence[Sequence[int]],
+    *,
+    loss: RlLoss,
+    pad_id: int,
+    advantages: Sequence[float] | None = None,
+    masks_cut: bool = False,
+    shares_prompts: bool = True,
+) -> RolloutBatch:
+    """Make a micro-batch from groups of answers and the tokens of the prompt of each group."""
+    rollouts = [rollout for group in groups for rollout in group]
+    forks = [
+        Fork(tuple(rollout.example(prompt) for rollout in group))
+        for group, prompt in zip(groups, prompts, strict=True)
+    ]
+    if shares_prompts:
+        forked = fork_rows([[fork] for fork in forks], pad_id=pad_id)
+        tokens: TokenBatch = forked if len(groups[0]) > 1 else separate_rows(forked, pad_id=pad_id)
+    else:
+        tokens = pad_rows([example for fork in forks for example in fork.examples], pad_id=pad_id)
+    assert number_answers(tokens).max(initial=-1) + 1 == len(rollouts), "every answer has tokens"
+    kept = [rollout.stopped or not masks_cut for rollout in rollouts]
+    num_tokens = sum(len(rollout.tokens) for rollout, is_kept in zip(rollouts, kept, strict=True) if is_kept)
+    of_tokens = {
+        name: np.concatenate([np.asarray(getattr(rollout, name), dtype=np.float32) for rollout in rollouts])
+        for name in ("sampler", "old", "reference")
+        if getattr(rollouts[0], name) is not None
+    }
+    return RolloutBatch(
+        tokens=tokens,
+        weight=loss.weight(len(rollouts), num_tokens),
+        of_answers={
+            "advantages": np.array(
+                advantages if advantages is not None else np.zeros(len(rollouts)), dtype=np.float32
+            ),
+            "kept": np.array(kept, dtype=np.float32),
+        },
+        of_tokens=of_tokens,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +134,18 @@ class Rollouts:
     equal_share: float = 0.0
     """The fraction of the first groups whose answers all have the same reward."""
 
+    @property
+    def flat(self) -> list[Rollout]:
+        """All answers, in the order of their groups."""
+        return [rollout for group in self.groups for rollout in group]
+
     def rewards(self, weights: Sequence[float]) -> Scores:
         """Return the reward of each answer, a row for each prompt."""
         shape = self.scores.shape
         return weighted_sum(self.scores.reshape(-1, shape[2]), weights).reshape(shape[:2])
 
     def to_arrays(self) -> dict[str, Array]:
-        flat = [rollout for group in self.groups for rollout in group]
+        flat = self.flat
         arrays: dict[str, Array] = {
             "generation": np.array([self.number, self.scores.shape[1]], dtype=np.int64),
             "prompts": np.array([rollout.prompt for rollout in flat], dtype=np.int64),
@@ -89,92 +188,85 @@ class Generator:
     session: DividesPrompts
     tokenizer: Tokenizer
     rewards: Rewards
-    seed: int
-    temperature: float
-    max_new_tokens: int
+    config: Config
+    prompts: Sequence[Prompt]
+    """Training or held-out prompts."""
     generate_s: float = 0.0
     reward_s: float = 0.0
 
-    def answer(self, prompts: Sequence[Prompt], *, num: int, key: str) -> list[list[Rollout]]:
-        """Return `num` answers to each prompt; `prompt` in them is its index here. The processes share the distinct prompts.
+    def answer(self, places: Sequence[int], *, num: int, key: str) -> list[list[Rollout]]:
+        """Return `num` answers to each of the prompts at these indices. The processes share the distinct prompts.
 
         An answer depends on the weights, its prompt, its number among the answers to equal prompts, the seed and `key`.
         """
         started = time.perf_counter()
-        places: dict[tuple[int, ...], list[int]] = {}
-        for place, prompt in enumerate(prompts):
-            places.setdefault(tuple(prompt.tokens), []).append(place)
-        distinct = list(places)
+        asked: dict[tuple[int, ...], list[int]] = {}
+        for number, place in enumerate(places):
+            asked.setdefault(tuple(self.prompts[place].tokens), []).append(number)
+        distinct = list(asked)
         own = self.session.own_prompts(len(distinct))
-        answers = iter(
-            self.session.sample(
-                [distinct[index] for index in own for _ in range(num * len(places[distinct[index]]))],
-                max_new_tokens=self.max_new_tokens,
-                stop_ids=sorted(self.tokenizer.stop_ids),
-                sampling=Sampling(temperature=self.temperature, seed=self._seed(key)),
-            )
+        keys = [(index, number) for index in own for number in range(num * len(asked[distinct[index]]))]
+        answers = self.session.sample(
+            [distinct[index] for index, _ in keys],
+            max_new_tokens=self.config.max_new_tokens,
+            stop_ids=sorted(self.tokenizer.stop_ids),
+            sampling=Sampling(temperature=self.config.temperature, seed=self._seed(key)),
         )
-        vectors: dict[int, Array] = {}
-        for index in own:
-            for number in range(num * len(places[distinct[index]])):
-                answer = next(answers)
-                # Token ids are whole numbers in float32.
-                vectors[index * _ANSWERS_PER_PROMPT + number] = np.array(
-                    [answer.stopped, *answer.tokens, *answer.log_probs], dtype=np.float32
-                )
+        # Token ids are whole numbers in float32.
+        vectors: dict[int, Array] = {
+            index * _ANSWERS_PER_PROMPT + number: np.array(
+                [answer.stopped, *answer.tokens, *answer.log_probs], dtype=np.float32
+            )
+            for (index, number), answer in zip(keys, answers, strict=True)
+        }
         found = iter(self.session.gather_vectors(vectors))
-        groups: dict[int, list[Rollout]] = {}
-        for prompt_tokens in distinct:
-            for place in places[prompt_tokens]:
-                groups[place] = [_rollout(place, next(found)) for _ in range(num)]
+        groups: list[list[Rollout]] = [[] for _ in places]
+        for numbers in asked.values():
+            for number in numbers:
+                groups[number] = [_rollout(places[number], next(found)) for _ in range(num)]
         self.generate_s += time.perf_counter() - started
-        return [groups[place] for place in range(len(prompts))]
+        return groups
 
-    def score(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Rollout]]) -> Scores:
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> Scores:
         """Return prompts x answers x rewards, rounded to float32. The processes share the prompts."""
         started = time.perf_counter()
-        own = self.session.own_share(len(prompts))
-        asked = [prompts[place].scored(self.text(rollout)) for place in own for rollout in groups[place]]
-        size, num_rewards = len(groups[0]), len(self.rewards.names)
-        scores = (
-            np.asarray(self.rewards.score(asked), dtype=np.float32) if asked else np.zeros((0, num_rewards))
-        )
-        rows = scores.reshape(len(own), size * num_rewards)
+        own = self.session.own_share(len(groups))
+        asked = [self.prompts[one.prompt].scored(self.text(one)) for place in own for one in groups[place]]
+        shape = (-1, len(groups[0]), len(self.rewards.names))
+        scores = np.asarray(self.rewards.score(asked), dtype=np.float32) if asked else np.zeros((0, shape[2]))
+        rows = scores.reshape(len(own), shape[1] * shape[2])
         found = self.session.gather_vectors(dict(zip(own, rows, strict=True)))
         self.reward_s += time.perf_counter() - started
-        return np.stack(found).reshape(len(prompts), size, num_rewards).astype(np.float64)
+        return np.stack(found).reshape(shape).astype(np.float64)
 
     def text(self, rollout: Rollout) -> str:
         """Return the decoded answer without its stop token."""
         tokens = rollout.tokens[:-1] if rollout.stopped else rollout.tokens
         return self.tokenizer.decode(list(tokens))
 
-    def generate(
-        self, prompts: Sequence[Prompt], places: Sequence[int], *, number: int, num: int, replacements: int
-    ) -> Rollouts:
-        """Return scored answers to the prompts at these places. Groups whose answers have equal rewards are replaced by answers to
-        other prompts, up to `replacements` times."""
-        self.generate_s = self.reward_s = 0.0
-        chosen = list(places)
-        groups = self._answer_places(prompts, chosen, num=num, key=f"step {number}")
-        scores = self.score([prompts[place] for place in chosen], groups)
+    def generate(self, places: Sequence[int], *, number: int) -> Rollouts:
+        """Return scored answers to the prompts at these indices. Groups whose answers have equal rewards are replaced by answers
+        to other prompts, with --dynamic_sampling."""
+        num, replacements = self.config.num_generations, self.config.dynamic_sampling
+        groups = self.answer(places, num=num, key=f"step {number}")
+        scores = self.score(groups)
         equal = self.without_spread(scores)
         first_share = float(equal.mean())
         waiting: list[int] = []
         if replacements:
-            random = np.random.Generator(np.random.Philox(key=(self.seed, _PROMPT_KEY + number)))
-            taken = set(chosen)
-            waiting = [place for place in random.permutation(len(prompts)).tolist() if place not in taken]
+            random = np.random.Generator(np.random.Philox(key=(self.config.seed, _PROMPT_KEY + number)))
+            taken = set(places)
+            order = random.permutation(len(self.prompts)).tolist()
+            waiting = [place for place in order if place not in taken]
         for attempt in range(replacements):
             wanted = np.flatnonzero(equal)[: len(waiting)]
             if not len(wanted):
                 break
             others, waiting = waiting[: len(wanted)], waiting[len(wanted) :]
-            added = self._answer_places(prompts, others, num=num, key=f"step {number} attempt {attempt}")
-            new_scores = self.score([prompts[place] for place in others], added)
-            for at, place, group, row in zip(wanted, others, added, new_scores, strict=True):
+            added = self.answer(others, num=num, key=f"step {number} attempt {attempt}")
+            for at, group, row in zip(wanted, added, self.score(added), strict=True):
                 if not self.without_spread(row[None])[0]:
-                    chosen[at], groups[at], scores[at] = place, group, row
+                    groups[at], scores[at] = group, row
             equal = self.without_spread(scores)
         return Rollouts(
             number=number,
@@ -189,17 +281,8 @@ class Generator:
         found = weighted_sum(scores.reshape(-1, scores.shape[2]), self.rewards.weights)
         return np.isclose(deviation(found.reshape(scores.shape[:2])), 0)
 
-    def _answer_places(
-        self, prompts: Sequence[Prompt], places: Sequence[int], *, num: int, key: str
-    ) -> list[list[Rollout]]:
-        groups = self.answer([prompts[place] for place in places], num=num, key=key)
-        return [
-            [replace(rollout, prompt=place) for rollout in group]
-            for place, group in zip(places, groups, strict=True)
-        ]
-
     def _seed(self, key: str) -> int:
-        digest = hashlib.sha256(f"{self.seed} {key}".encode()).digest()
+        digest = hashlib.sha256(f"{self.config.seed} {key}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
 
@@ -216,9 +299,8 @@ def _rollout(place: int, vector: Array) -> Rollout:
 def measure(rollouts: Rollouts, names: Sequence[str], weights: Sequence[float]) -> dict[str, float]:
     """Return the metrics of answers, under TRL's names."""
     rewards = rollouts.rewards(weights).reshape(1, -1)
-    flat = [rollout for group in rollouts.groups for rollout in group]
-    lengths = np.array([len(rollout.tokens) for rollout in flat])
-    stopped = np.array([rollout.stopped for rollout in flat])
+    lengths = np.array([len(rollout.tokens) for rollout in rollouts.flat])
+    stopped = np.array([rollout.stopped for rollout in rollouts.flat])
     found = {
         "reward": nan_mean(rewards),
         "reward_std": float(deviation(rewards)[0]),

@@ -11,25 +11,11 @@ from torch import nn
 
 from crosstune.core.protocols import Array
 from crosstune.recipes.preference.torch_parts import ReferenceLM
-from crosstune.recipes.rl.batch import RolloutBatch
 from crosstune.recipes.rl.losses import RlLoss, loss_and_metrics, metric_names
+from crosstune.recipes.rl.rollouts import RolloutBatch
+from crosstune.torch_engine import array_functions
 from crosstune.torch_engine.task import MetricSums, Tensors
 from crosstune.torch_engine.tasks.model_input import ModelInput
-
-
-class TorchFunctions:
-    exp = staticmethod(torch.exp)
-    minimum = staticmethod(torch.minimum)
-    abs = staticmethod(torch.abs)
-    detach = staticmethod(torch.Tensor.detach)
-
-    @staticmethod
-    def clip(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-        return x.clamp(low, high)
-
-    @staticmethod
-    def sum_by(values: torch.Tensor, numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(like, dtype=values.dtype).index_add(0, numbers, values)
 
 
 class RlLM(ReferenceLM):
@@ -54,7 +40,7 @@ class RlLM(ReferenceLM):
         losses, entropies = self.token_losses(model, given, temperature=self.rl.temperature)
         return loss_and_metrics(
             self.rl,
-            TorchFunctions(),
+            array_functions,
             tensors,
             log_probs=-losses,
             entropies=entropies,

@@ -22,7 +22,7 @@ EQUAL = 0.9
 """Fraction of groups without spread above which a run hardly learns."""
 CUT, FAILING = 0.5, 0.5
 WATCHED = "watch/"
-"""Beginning of the names of rewards that are only watched: their weight is 0."""
+"""Prefix of the names of rewards with weight 0, which are only watched."""
 
 
 class _Values(NamedTuple):
@@ -69,8 +69,11 @@ class Verdicts:
         first, last = evaluations[min(evaluations)], evaluations[max(evaluations)]
 
         def value(one: Metrics, name: str) -> _Values:
-            count = num_scored(one, name, num=num)
-            error = one.get(deviation_name(name), math.nan) / math.sqrt(count) if count > 1 else math.nan
+            missing, deviation = "completions/unscored_ratio", "reward_std"
+            if name:
+                missing, deviation = f"rewards/{name}/failed", f"rewards/{name}/std"
+            count = round(num * (1 - one.get(missing, 0.0)))
+            error = one.get(deviation, math.nan) / math.sqrt(count) if count > 1 else math.nan
             return _Values(one.get(mean_name(name), math.nan), error)
 
         def values(name: str) -> tuple[_Values, _Values]:
@@ -133,15 +136,15 @@ class Verdicts:
         share = self._mean_of("completions/clipped_ratio", self._recent)
         if not share > CUT:
             return ""
-        if self.masks_cut:
-            return (
-                f"{share:.0%} of the answers are cut at {self.max_new_tokens} tokens, and --mask_truncated leaves them out of the "
-                "loss, so little is learned: raise --max_new_tokens, or ask for short answers in the prompts"
-            )
-        return (
-            f"{share:.0%} of the answers are cut at {self.max_new_tokens} tokens before they end: raise --max_new_tokens, ask for "
-            "short answers in the prompts, or leave cut answers out with --mask_truncated"
+        effect, do = (
+            " before they end",
+            "ask for short answers in the prompts, or leave cut answers out with --mask_truncated",
         )
+        if self.masks_cut:
+            effect = ", and --mask_truncated leaves them out of the loss, so little is learned"
+            do = "or ask for short answers in the prompts"
+        start = f"{share:.0%} of the answers are cut at {self.max_new_tokens} tokens{effect}"
+        return f"{start}: raise --max_new_tokens, {do}"
 
     def _failing(self, name: str) -> str:
         recent = list(self._recent)[-RECENT_STEPS // 2 :]
@@ -171,13 +174,3 @@ def _rises(first: _Values, last: _Values) -> bool:
 def mean_name(name: str) -> str:
     """Return the metric of a reward's mean; of their weighted sum for an empty name."""
     return f"rewards/{name}/mean" if name else "reward"
-
-
-def deviation_name(name: str) -> str:
-    return f"rewards/{name}/std" if name else "reward_std"
-
-
-def num_scored(metrics: Metrics, name: str, *, num: int) -> int:
-    """Return how many of `num` answers have a score."""
-    missing = metrics.get(f"rewards/{name}/failed" if name else "completions/unscored_ratio", 0.0)
-    return round(num * (1 - missing))

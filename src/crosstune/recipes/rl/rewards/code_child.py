@@ -18,32 +18,14 @@ from typing import Any, NoReturn
 
 _NO_NETWORK = ("socket.",)
 _FORBIDDEN = (
-    *(
-        "subprocess.",
-        "os.exec",
-        "os.fork",
-        "os.kill",
-        "os.posix_spawn",
-        "os.spawn",
-        "os.startfile",
-        "os.system",
-    ),
-    *("ctypes.call_function", "ctypes.dlopen", "ctypes.dlsym", "os.link", "pty.", "resource.", "signal."),
-)
-"""Beginnings of audit events: processes, native code, limits."""
-_CHANGES = [
-    "os.chflags",
-    "os.chmod",
-    "os.chown",
-    "os.mkdir",
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.setxattr",
-    "os.symlink",
-    "os.truncate",
-    "os.utime",
-]
+    "subprocess.", "os.exec", "os.fork", "os.kill", "os.posix_spawn", "os.spawn", "os.startfile", "os.system",
+    "ctypes.call_function", "ctypes.dlopen", "ctypes.dlsym", "os.link", "pty.", "resource.", "signal.",
+)  # fmt: skip
+"""Prefixes of audit events: processes, native code, limits."""
+_CHANGES = (
+    "os.chflags", "os.chmod", "os.chown", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.setxattr", "os.symlink",
+    "os.truncate", "os.utime",
+)  # fmt: skip
 """Audit events that change the path in one of their first two arguments."""
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -95,7 +77,7 @@ def deny_system_calls() -> bool:
 
 
 def forbid(folder: str, *events: str) -> None:
-    """Raise in Python for processes, native code, changes outside the folder, and audit events that begin so."""
+    """Raise in Python for processes, native code, changes outside the folder, and audit events with these prefixes."""
     inside, realpath, fspath, join = folder + os.sep, os.path.realpath, os.fspath, os.path.join
     forbidden = (*_FORBIDDEN, *events)
 

@@ -55,9 +55,9 @@ class FunctionReward(Reward):
             raise self._unusable(problem)
 
     def score(self, answers: Sequence[ScoredAnswer]) -> Scores:
-        return self.call(_columns(answers), len(answers))
+        return self._call(_columns(answers), len(answers))
 
-    def call(self, columns: Mapping[str, Any], num_answers: int) -> Scores:
+    def _call(self, columns: Mapping[str, Any], num_answers: int) -> Scores:
         """Return the scores of a call, or the reason of its failure for every answer."""
         problem = "" if self._worker.is_alive else self._start()
         found: Scores = []
@@ -105,22 +105,19 @@ def check_file(file: Path, text: str) -> None:
         raise UserError(f"There is no file {file} (--reward {text}).", do="check the path")
 
 
-class PatternReward(Reward):
+class PatternReward(FunctionReward):
     """A pattern or a JSON schema, each answer in a call of its own: one that takes too long is the only one without a score."""
 
     def __init__(self, function: str, *, text: str, bound: Mapping[str, Any], limits: Limits) -> None:
         file, self._bound = _PROGRAMS / "pattern_functions.py", dict(bound)
         limits = replace(limits, time_s=min(limits.time_s, _PATTERN_S))
-        self._inner = FunctionReward(file, function, text=text, limits=limits, say=lambda printed: None)
+        super().__init__(file, function, text=text, limits=limits, say=lambda printed: None)
 
     def score(self, answers: Sequence[ScoredAnswer]) -> Scores:
-        return [self._inner.call({"completions": [one.answer], **self._bound}, 1)[0] for one in answers]
+        return [self._call({"completions": [one.answer], **self._bound}, 1)[0] for one in answers]
 
     def identity(self) -> Any:
         return self._bound
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def read_schema(file: str) -> Any:
