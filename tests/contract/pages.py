@@ -18,6 +18,10 @@ from typing import Any
 
 import warm
 
+from crosstune.models.bundled import BUNDLED
+from crosstune.models.cache import install
+from crosstune.models.tiny import tiny_model
+
 ROOT = Path(__file__).parents[2]
 _FILE = re.compile(r"Save it as\s+`(?P<path>[^`]+)`:\n\n```python\n(?P<code>.*?)```", re.S)
 _NEEDS_SHELL = re.compile(r"[|<>&;$`*?~#]")
@@ -116,10 +120,18 @@ class Followed:
         return self.outputs[number]
 
 
+def put_tiny_model(cache: Path) -> Path:
+    """Install a tiny model under the name of the bundled one, which takes minutes where this takes seconds."""
+    name = "smollm2-135m"
+    source = BUNDLED[name].source
+    install(name, lambda folder, scratch: tiny_model(folder), need_bytes=0, source=source, cache=cache)
+    return cache
+
+
 @contextlib.contextmanager
 def open_workshop(home: Path, page: Page) -> Iterator[Workshop]:
     """Copy the package into `home`, as its checkout has it, and save the files of the page there."""
-    shutil.copytree(ROOT / "src", home / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copytree(ROOT / "src", home / "src", ignore=shutil.ignore_patterns("*.egg-info"))
     shutil.copy(ROOT / "pyproject.toml", home)
     command = home / "bin" / "crosstune"
     command.parent.mkdir()
