@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import warm
 from injection.disks import file_limit
-from latent_sessions import grammar_pairs
+from latents import grammar_pairs
 from safetensors.numpy import load_file, save_file
 
 from crosstune.cli.main import main
