@@ -12,7 +12,7 @@ from pages import Followed, Workshop, open_workshop, put_tiny_model
 
 @pytest.fixture(scope="module")
 def shop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    """A copy of the package with the files of the test's PAGE in it."""
+    """A folder with the files of the test's PAGE in it."""
     with open_workshop(tmp_path_factory.mktemp("page"), request.module.PAGE) as workshop:
         yield workshop
 

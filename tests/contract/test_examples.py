@@ -20,7 +20,7 @@ QUICK = ["--max_steps", "3", "--skip_eval", "--context_length", "128"]
 
 def _run(words: list[str], home: Path, **variables: str) -> str:
     if words[0] == "crosstune":
-        code, said = warm.start(warm.IN_FOLDER, str(home), *words[1:], variables=variables).end()
+        code, said = warm.start(warm.IN_FOLDER + warm.MAIN, str(home), *words[1:], variables=variables).end()
         assert code == 0, said
         return said
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
