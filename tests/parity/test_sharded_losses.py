@@ -143,7 +143,8 @@ def test_a_scalar_head_with_adapters(folder: Path) -> None:
 @pytest.mark.slow
 def test_every_method(folder: Path) -> None:
     """Packed rows: `test_three_processes_are_one`; four processes: `test_every_strategy`."""
-    check_runs(folder, METHODS, worlds={1: 1, 3: 3}, steps=2)
+    runs = {f"each-{name}": method for name, method in METHODS.items()}
+    check_runs(folder, runs, worlds={1: 1, 3: 3}, steps=2)
 
 
 @pytest.mark.slow
