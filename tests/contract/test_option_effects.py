@@ -160,7 +160,8 @@ class Context:
         if evaluates:
             asked["eval_samples"] = 2
         if self.recipe == "latent_diffusion":
-            return asked | {"hidden_size": 32, "n_blocks": 2, "decode_steps": 2} | self.more
+            few = {"decode_steps": 2} if evaluates else {}
+            return asked | {"hidden_size": 32, "n_blocks": 2} | few | self.more
         asked |= {"model_name": str(home / "tiny"), "dataset": str(home / f"{self.recipe}.jsonl")}
         if evaluates and "scalar" not in self.more.values():
             asked |= {"num_samples": 1, "max_new_tokens": 2}
