@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# With it, each of the tests' processes would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test slow clusters trackers options faults fuzz check docs clean
 

@@ -100,6 +100,8 @@ def start(code: str, *words: str, variables: Mapping[str, str | None] | None = N
 
 MAIN = "import sys\nfrom crosstune.cli.main import main\nsys.exit(main(sys.argv[1:]))"
 """The program `crosstune`."""
+IN_FOLDER = "import os, sys\nos.chdir(sys.argv.pop(1))\n"
+"""The beginning of a program that runs in the folder of its first argument."""
 _COMMAND = """
 import os, signal, sys
 from crosstune.cli.main import main

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import Followed, Workshop, open_workshop
+from pages import Followed, Workshop, open_workshop, put_tiny_model
 
 
 @pytest.fixture(scope="module")
 def shop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    """A copy of the package with the files of the test's PAGE in it."""
+    """A folder with the files of the test's PAGE in it."""
     with open_workshop(tmp_path_factory.mktemp("page"), request.module.PAGE) as workshop:
         yield workshop
 
@@ -20,6 +20,12 @@ def shop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def followed(request: pytest.FixtureRequest, shop: Workshop) -> Followed:
     return Followed(shop, request.module.PAGE)
+
+
+@pytest.fixture(scope="session")
+def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which a tiny model takes the place of the bundled one, which is the default."""
+    return put_tiny_model(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture

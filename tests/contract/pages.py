@@ -18,6 +18,10 @@ from typing import Any
 
 import warm
 
+from crosstune.models.bundled import BUNDLED
+from crosstune.models.cache import install
+from crosstune.models.tiny import tiny_model
+
 ROOT = Path(__file__).parents[2]
 _FILE = re.compile(r"Save it as\s+`(?P<path>[^`]+)`:\n\n```python\n(?P<code>.*?)```", re.S)
 _NEEDS_SHELL = re.compile(r"[|<>&;$`*?~#]")
@@ -43,12 +47,14 @@ class Page:
 
 @dataclass(frozen=True)
 class Workshop:
-    """A folder with a copy of the package in it, and `crosstune` on the path of its shell."""
+    """A folder with `crosstune` on the path of its shell, and with a copy of the package if the page adds files to it."""
 
     home: Path
+    source: Path = ROOT / "src"
 
     @cached_property
     def _warm(self) -> warm.Server:
+        """A process that imports the copy."""
         return warm.Server(self.environment, home=self.home)
 
     def close(self) -> None:
@@ -68,7 +74,7 @@ class Workshop:
     def environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("CROSSTUNE_")}
         return kept | {
-            "PYTHONPATH": str(self.home / "src"),
+            "PYTHONPATH": str(self.source),
             "PATH": f"{self.home / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "CROSSTUNE_CACHE": str(self.home / "cache"),
         }
@@ -90,7 +96,12 @@ class Workshop:
         return self.python(warm.MAIN, *shlex.split(words), code=code)
 
     def python(self, program: str, *words: str, code: int = 0) -> str:
-        found, out = self._warm.start(program, *words).end()
+        if self.source.is_relative_to(self.home):
+            started = self._warm.start(program, *words)
+        else:
+            variables = dict.fromkeys(os.environ) | self.environment
+            started = warm.start(warm.IN_FOLDER + program, str(self.home), *words, variables=variables)
+        found, out = started.end()
         assert found == code, f"{words or program}\n{out}"
         return out
 
@@ -116,16 +127,26 @@ class Followed:
         return self.outputs[number]
 
 
+def put_tiny_model(cache: Path) -> Path:
+    """Install a tiny model under the name of the bundled one, which takes minutes where this takes seconds."""
+    name = "smollm2-135m"
+    source = BUNDLED[name].source
+    install(name, lambda folder, scratch: tiny_model(folder), need_bytes=0, source=source, cache=cache)
+    return cache
+
+
 @contextlib.contextmanager
 def open_workshop(home: Path, page: Page) -> Iterator[Workshop]:
-    """Copy the package into `home`, as its checkout has it, and save the files of the page there."""
-    shutil.copytree(ROOT / "src", home / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    shutil.copy(ROOT / "pyproject.toml", home)
+    """Save the files of the page in `home`, beside a copy of the package if some of them belong to it."""
+    workshop = Workshop(home)
+    if any(path.startswith("src/") for path in page.files()):
+        workshop = Workshop(home, source=home / "src")
+        shutil.copytree(ROOT / "src", home / "src", ignore=shutil.ignore_patterns("*.egg-info"))
+        shutil.copy(ROOT / "pyproject.toml", home)
     command = home / "bin" / "crosstune"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m crosstune "$@"\n')
     command.chmod(0o755)
-    workshop = Workshop(home)
     workshop.save(page)
     try:
         yield workshop

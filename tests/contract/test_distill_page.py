@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
-from pages import Followed, Page, Workshop
+from pages import Followed, Page, Workshop, put_tiny_model
 
-from crosstune.models.bundled import install_bundled
+from crosstune.models.tiny import tiny_model
 
-pytestmark = pytest.mark.slow  # the bundled model
+pytestmark = pytest.mark.slow
 PAGE = Page("distill.md")
 
 
@@ -20,12 +19,8 @@ def followed(shop: Workshop) -> Followed:
         {"prompt": f"Is {number} even?", "completion": "Yes." if number % 2 == 0 else "No, it is odd."}
         for number in range(24)
     ]
-    # The student's weights under another identity: a larger model with its tokenizer is not bundled.
-    teacher = shutil.copytree(install_bundled("smollm2-135m"), shop.home / "teacher")
-    config = json.loads((teacher / "config.json").read_text())
-    (teacher / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-2}))
-    for name in ("SHA256SUMS", "crosstune.json"):
-        (teacher / name).unlink(missing_ok=True)
+    put_tiny_model(shop.home / "cache")
+    tiny_model(shop.home / "teacher", hidden=96)
     (shop.home / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Followed(shop, PAGE)
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from pages import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -18,6 +19,10 @@ QUICK = ["--max_steps", "3", "--skip_eval", "--context_length", "128"]
 
 
 def _run(words: list[str], home: Path, **variables: str) -> str:
+    if words[0] == "crosstune":
+        code, said = warm.start(warm.IN_FOLDER + warm.MAIN, str(home), *words[1:], variables=variables).end()
+        assert code == 0, said
+        return said
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
         words, cwd=home, env=environment | variables, capture_output=True, text=True, check=False

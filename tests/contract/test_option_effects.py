@@ -102,6 +102,9 @@ VALUES_OF_RECIPE: Mapping[tuple[str, str], Any] = {
 OF_OPTIMIZER = ("lr", "wd", "adam_beta1", "adam_beta2", "adam_epsilon")
 """Options that each optimizer reads in its own way."""
 
+OF_RECIPES = ("Distillation", "Judge", "Latent diffusion", "Preference", "Reinforcement learning", "Rewards")
+"""Groups of options that each kind of head or loss may read in its own way."""
+
 TOGETHER: Mapping[str, Mapping[str, Any]] = {
     "truncation": {"context_length": 20},
     "early_stopping": {"eval_steps": 1, "max_steps": 4, "lr": 1e-30},  # no evaluation has a lower loss
@@ -137,7 +140,7 @@ class Context:
             more = {"optimizer": self.optimizer}
         elif option.group in ("Method", "Hardware"):
             more = {"train_type": self.train_type}
-        elif option.group == "Training":
+        elif option.group not in OF_RECIPES:
             more = {}
         shown = {"value": str(value), "recipe": self.recipe, "backend": self.backend} | more
         return {(option.name, *each) for each in shown.items()}
@@ -157,7 +160,8 @@ class Context:
         if evaluates:
             asked["eval_samples"] = 2
         if self.recipe == "latent_diffusion":
-            return asked | {"hidden_size": 32, "n_blocks": 2} | self.more
+            few = {"decode_steps": 2} if evaluates else {}
+            return asked | {"hidden_size": 32, "n_blocks": 2} | few | self.more
         asked |= {"model_name": str(home / "tiny"), "dataset": str(home / f"{self.recipe}.jsonl")}
         if evaluates and "scalar" not in self.more.values():
             asked |= {"num_samples": 1, "max_new_tokens": 2}

@@ -82,6 +82,11 @@ REFUSED = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def small_default(tiny_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tiny_cache))
+
+
 @pytest.mark.parametrize(("machine", "flags", "expected"), ACCEPTED)
 def test_a_promised_command_is_planned_as_promised(
     machine: str,

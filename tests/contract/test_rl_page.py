@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from pages import Followed, Page, Workshop
+from pages import Followed, Page, Workshop, put_tiny_model
 
-pytestmark = pytest.mark.slow  # the bundled model
+pytestmark = pytest.mark.slow
 PAGE = Page("rl.md")
 
 
 @pytest.fixture(scope="module")
 def followed(shop: Workshop) -> Followed:
+    put_tiny_model(shop.home / "cache")
     return Followed(shop, PAGE)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from latent_encoders import WORDS, write_encoder
+from latents import WORDS, write_encoder
 
 from crosstune.cli.main import main
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, open_pairs

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from latent_sessions import grammar_pairs, opened
+from latents import grammar_pairs, opened
 
 from crosstune.recipes.latent_diffusion.batch import T_MIN
 from crosstune.recipes.latent_diffusion.corpora import GrammarEncoder

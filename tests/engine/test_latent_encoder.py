@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from latent_encoders import make_tokenizer, write_encoder
+from latents import make_tokenizer, write_encoder
 from torch.nn import functional
 
 from crosstune.core.errors import UserError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from latent_reference import cross_entropy, predict
-from latent_sessions import grammar_pairs, opened, unsettle
+from latents import grammar_pairs, opened, unsettle
 from support import assert_same_gradients
 
 from crosstune.config.resolve.fit_compute import missing_compiler

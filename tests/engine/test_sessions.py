@@ -174,12 +174,9 @@ def same_state(found: SessionState, wanted: SessionState) -> None:
 
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"train_type": "lora", "lora_dropout": 0.3},
-    "dora": {"train_type": "dora", "lora_dropout": 0.3},
     "qlora": {"train_type": "qlora", "lora_dropout": 0.3},
     "full in bf16": {"train_type": "full", "precision": "bf16"},
-    "LoRA+": {"train_type": "lora", "loraplus_lr_ratio": 4.0},
     "sgd": {"train_type": "full", "optimizer": "sgd"},
-    "adadelta": {"train_type": "full", "optimizer": "adadelta"},
     "lion": {"train_type": "full", "optimizer": "lion"},
     "adafactor": {"train_type": "full", "optimizer": "adafactor"},
 }

@@ -113,9 +113,8 @@ def test_the_payload_would_have_run(tmp_path: Path) -> None:
     assert (tmp_path / payloads.CANARY).is_dir()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_leaves_the_last_step_in_a_checkpoint(bench: Bench, number: int) -> None:
-    assert signals.stop_by_signal(bench, "lora", number, seed=5).problems == []
+def test_a_signal_leaves_the_last_step_in_a_checkpoint(bench: Bench) -> None:
+    assert signals.stop_by_signal(bench, "lora", signal.SIGTERM, seed=5).problems == []
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,17 @@ def test_help_ends_quietly_when_its_reader_does(tmp_path: Path) -> None:
     assert done.stderr == "" and done.stdout.startswith("usage:")
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("words", ["runs", "doctor --help", "nonsense"])
+@pytest.mark.parametrize(
+    ("words", "closed"),
+    [
+        ("runs", ">&-"),
+        ("runs", "<&- >&- 2>&-"),
+        ("doctor --help", ">&-"),
+        ("doctor --help", "2>&-"),
+        ("nonsense", "2>&-"),
+        ("nonsense", "<&- >&- 2>&-"),
+    ],
+)
 def test_closed_streams(words: str, closed: str, tmp_path: Path) -> None:
     """Python has no stream object then, and the next open file would take the descriptor."""
     code = """

@@ -10,7 +10,7 @@ from injection.requests import answer, make_request, problems
 CASES = 20
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(20, 120, 20))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (20, 40))])
 def test_each_ends_with_a_plan_or_a_refusal_that_names_what_is_wrong(first: int, tmp_path: Path) -> None:
     found = {}
     for seed in range(first, first + CASES):

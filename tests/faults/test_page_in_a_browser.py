@@ -91,13 +91,13 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def shot(self, name: str) -> None:
-        """Check that the view does not scroll sideways; keep a picture if asked for."""
-        assert self.run("return document.documentElement.scrollWidth <= innerWidth"), name
-        if SHOTS:
-            self.num_shots += 1
-            self.driver.save_screenshot(
-                str(Path(SHOTS) / f"{self.run('return innerWidth')}-{self.num_shots:02}-{name}.png")
-            )
+        """Check that the view does not scroll sideways, wide or narrow; keep pictures if asked for."""
+        self.num_shots += 1
+        for width in (1400, 390):
+            self.size(width)
+            assert self.run("return document.documentElement.scrollWidth <= innerWidth"), (name, width)
+            if SHOTS:
+                self.driver.save_screenshot(str(Path(SHOTS) / f"{width}-{self.num_shots:02}-{name}.png"))
 
     def check_quiet(self) -> None:
         """Check that no script failed and that the policy refused nothing. A lost server is logged by the network."""
@@ -178,9 +178,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.parametrize("width", [1400, 390])
-def test_every_journey_and_every_kill(browser: Browser, folder: Path, width: int) -> None:
-    browser.size(width)
+def test_every_journey_and_every_kill(browser: Browser, folder: Path) -> None:
     with page(folder) as (server, url, port):
         browser.driver.get(url)
         browser.until("document.querySelector('.empty h2')?.textContent === 'No runs yet.'")

@@ -56,11 +56,6 @@ def test_a_save_in_parts_survives_a_kill(bench: Bench, rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_recovers_from_kills_at_random_moments(bench: Bench) -> None:
-    assert ranks.kill_ranks(bench, seed=4, size=3, num_kills=2).problems == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_ends_the_job_within_the_limit(bench: Bench, rank: int) -> None:
     assert ranks.stop_rank(bench, size=2, rank=rank, limit_s=15.0).problems == []

@@ -45,8 +45,7 @@ def evaluations(run: Path) -> list[tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "parts"), [(2, 2), (4, 2), (4, 4)])
-@pytest.mark.parametrize("train_type", ["lora", "full"])
+@pytest.mark.parametrize(("world", "parts", "train_type"), [(2, 2, "full"), (4, 2, "full"), (4, 4, "lora")])
 def test_the_numbers_are_those_of_one_process(
     model: Path, data_file: Path, tmp_path: Path, world: int, parts: int, train_type: str
 ) -> None:

@@ -29,7 +29,7 @@ from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import open_session as open_by_plan
 
-NUM_STEPS = 5
+NUM_STEPS = 3
 SHAPE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
 SHAPE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

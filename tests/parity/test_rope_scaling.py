@@ -105,9 +105,9 @@ def asked_for(model: Path, data: Path, folder: Path, kind: str, **options: Any) 
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        pytest.param(family, kind, marks=[pytest.mark.slow] * ((family, kind) != ("llama", "yarn")))
-        for family in ("llama", "qwen")
-        for kind in KINDS
+        ("llama", "yarn"),
+        *(pytest.param("llama", kind, marks=pytest.mark.slow) for kind in ("linear", "dynamic")),
+        pytest.param("qwen", "llama3", marks=pytest.mark.slow),
     ],
 )
 def test_losses_are_those_of_transformers_with_the_same_config(

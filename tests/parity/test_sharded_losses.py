@@ -141,12 +141,10 @@ def test_a_scalar_head_with_adapters(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "worlds"), [("rows", (1, 3)), ("packed", (2,))])
-def test_every_method(kind: str, worlds: tuple[int, ...], folder: Path) -> None:
-    """Four processes: `test_every_strategy`."""
-    more = PACKED if kind == "packed" else {}
-    runs = {f"{kind}-{name}": method | more for name, method in METHODS.items()}
-    check_runs(folder, runs, worlds={world: world for world in worlds})
+def test_every_method(folder: Path) -> None:
+    """Packed rows: `test_three_processes_are_one`; four processes: `test_every_strategy`."""
+    runs = {f"each-{name}": method for name, method in METHODS.items()}
+    check_runs(folder, runs, worlds={1: 1, 3: 3}, steps=2)
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def trained(kind: str) -> RustTokenizer:
     return found
 
 
-@pytest.fixture(params=["byte_level", "metaspace"])
+@pytest.fixture(scope="module", params=["byte_level", "metaspace"])
 def tokenizer(request: Any, tiny_model: Path) -> Tokenizer:
     rust = trained(request.param)
     special = ("<unk>", "<|im_start|>", "<|im_end|>")
