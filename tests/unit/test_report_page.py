@@ -376,21 +376,3 @@ def test_the_answers_of_the_result_are_named(tmp_path: Path, kept: int) -> None:
     else:
         assert titles == ["before", "step 20 (best)", "after"]
         assert [answer.text for answer in lead.answers] == ["no", "worse"]
-
-
-def test_beside_a_live_line_a_running_run_has_no_figures_of_its_last_step(tmp_path: Path) -> None:
-    """The live line would show newer ones."""
-    folder = make_run(tmp_path / "run", without=("summary.json",))
-    write_lines(folder / "events.jsonl", [evaluation(0, "before", 3.2, 0.0, "no")])
-    rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-
-    def summarize(count: int, *, draws: bool) -> str:
-        (folder / "metrics.jsonl").write_text("".join(rows[:count]))
-        text = Page(render(load_run(folder), draws=draws)).words()
-        return text.partition("What to do next")[0]
-
-    with run_lock.hold(folder):
-        assert summarize(10, draws=False) == summarize(20, draws=False)
-        assert summarize(10, draws=True) != summarize(20, draws=True)
-        assert "No held-out data was evaluated" not in summarize(20, draws=True)
-    assert summarize(10, draws=False) != summarize(20, draws=False), "the run was killed"
