@@ -18,10 +18,9 @@ from crosstune.cli.commands.train import try_report
 from crosstune.cli.terminal.screen import Screen
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.files import run_lock
 from crosstune.models.tiny import tiny_model
 from crosstune.recipes.sft import SftRecipe
-from crosstune.report import RunFiles, load_run, render, write_report
+from crosstune.report import RunFiles, load_run, write_report
 from crosstune.report.comparison import compare_runs, write_comparison
 from crosstune.report.formatting import change_between, display_of, page_metrics, show_option
 from crosstune.report.next_steps import use_result
