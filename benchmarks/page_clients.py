@@ -54,12 +54,13 @@ def main() -> None:
         assert server.stdout is not None
         found = re.search(r":(\d+)/\?token=(\S+)", server.stdout.readline())
         assert found is not None
-        measured = asyncio.run(_alternate(own, int(found[1]), found[2], server.pid, rows))
+        processes = {"server": server.pid, "training": training.pid}
+        measured = asyncio.run(_alternate(own, int(found[1]), found[2], processes, rows))
     _report(own, measured)
 
 
 async def _alternate(
-    own: argparse.Namespace, port: int, token: str, server: int, rows: Path
+    own: argparse.Namespace, port: int, token: str, processes: dict[str, int], rows: Path
 ) -> list[dict[str, float]]:
     """Measure pairs of phases, without pages and with them, every other pair in the reverse order: a change of the machine's
     load over time then counts on both sides."""
@@ -71,21 +72,24 @@ async def _alternate(
             tasks = [asyncio.create_task(_page(port, token, received)) for _ in range(pages)]
             await asyncio.sleep(own.settle_s)  # the pages open
             assert not pages or received[0], "the pages received nothing"
-            found = await _measure(own.phase_s, server, rows)
+            found = await _measure(own.phase_s, processes, rows)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             measured.append(found | {"pages": pages, "pair": number})
             print(f"{pages:3} pages  {found['tokens_per_s']:8.0f} tok/s  {1e3 * found['cpu_s']:8.3f} CPU ms a step  "
-                  f"server {100 * found['server']:5.2f} % of a core", flush=True)  # fmt: skip
+                  f"server {found['server']:6.2%} of a core, {found['share']:6.2%} of the training", flush=True)  # fmt: skip
     return measured
 
 
-async def _measure(seconds: float, server: int, rows: Path) -> dict[str, float]:
-    """Return the speed of the training, the median CPU time of its steps, and the server's share of a core."""
-    size, began, used = rows.stat().st_size, time.monotonic(), _cpu_s(server)
+async def _measure(seconds: float, processes: dict[str, int], rows: Path) -> dict[str, float]:
+    """Return the speed of the training, the median CPU time of its steps, and the server's CPU time as a share of a core and of
+    the training's CPU time."""
+    size, began = rows.stat().st_size, time.monotonic()
+    before = {name: _cpu_s(process) for name, process in processes.items()}
     await asyncio.sleep(seconds)
-    passed, used = time.monotonic() - began, _cpu_s(server) - used
+    passed = time.monotonic() - began
+    used = {name: _cpu_s(process) - before[name] for name, process in processes.items()}
     with rows.open("rb") as file:
         file.seek(size)
         lines = file.read().split(b"\n")[1:-1]  # the first and the last may be parts
@@ -93,7 +97,8 @@ async def _measure(seconds: float, server: int, rows: Path) -> dict[str, float]:
     return {
         "tokens_per_s": sum(row["tokens"] for row in found) / passed,
         "cpu_s": statistics.median(row["cpu_s"] for row in found),
-        "server": used / passed,
+        "server": used["server"] / passed,
+        "share": used["server"] / used["training"],
     }
 
 
@@ -157,8 +162,10 @@ def _report(own: argparse.Namespace, measured: list[dict[str, float]]) -> None:
         print(
             f"{title:<20} {statistics.median(changes):+.1%}, the middle half of the pairs {changes[quarter]:+.1%} to {changes[-1 - quarter]:+.1%}"
         )
-    busy = statistics.median(row["server"] for row in measured if row["pages"])
-    print(f"{'server':<20} {busy:.2%} of a core")
+    busy, share = (
+        statistics.median(row[key] for row in measured if row["pages"]) for key in ("server", "share")
+    )
+    print(f"{'server':<20} {busy:.2%} of a core, {share:.2%} of the CPU time of the training")
 
 
 if __name__ == "__main__":

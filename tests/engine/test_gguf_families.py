@@ -45,7 +45,7 @@ def export(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     printed = capsys.readouterr()
     assert code == 0, printed.err
     report: dict[str, Any] = json.loads(printed.out)
-    return report
+    return report | {"said": printed.err}
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,9 @@ def test_a_run_is_checked_with_its_own_rows_and_gets_the_smallest_file(
     bound = 3e-5
     report = export(capsys, str(run), "--max_kl", str(bound))
     trials, chosen = report["trials"], report["chosen"]
+    assert not re.search(r"measure .*: (\d+)/\1 rows(?!, KL)", report["said"]), (
+        "the end of each is its divergence"
+    )
     assert chosen["kl"] <= bound < max(trial["kl"] for trial in trials)
     assert chosen["bytes"] == min(trial["bytes"] for trial in trials if trial["kl"] <= bound)
     stored = gguf.GGUFReader(run / "gguf-auto" / report["file"]).tensors

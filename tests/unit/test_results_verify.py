@@ -15,7 +15,7 @@ from crosstune.models.quantized_folder import dense_bytes, stored_format
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.models.weights import Tensor, write_safetensors
 from crosstune.results.gguf_check import compare_answers
-from crosstune.results.verify import chat_problems
+from crosstune.results.verify import chat_problems, make_prompts
 
 
 @pytest.fixture
@@ -116,3 +116,20 @@ def test_an_answer_that_ends_too_early_in_llama_cpp_is_a_difference(bare: Path) 
     assert counts["same"] == 0 and not explained
     words = [repr(tokenizer.decode([each], keep_special=True)) for each in (word, end, other)]
     assert counts["difference"] == "after {}, llama.cpp continues with {} instead of {}".format(*words)
+
+
+def test_logits_are_compared_on_the_last_answers_of_the_run_too(bare: Path) -> None:
+    samples = [
+        {"prompt": "Say a", "answer": "first"},
+        {"prompt": "Look", "answer": "red", "pictures": ["a.png"]},
+    ]
+    samples += [
+        {"prompt": "Say a", "answer": "a"},
+        {"prompt": 5, "answer": "b"},
+        {"prompt": "c" * 3000, "answer": "c"},
+    ]
+    fixed, found = make_prompts(bare), make_prompts(bare, samples)
+    assert found[: len(fixed)] == fixed
+    [own] = found[len(fixed) :]
+    text = Tokenizer.from_folder(bare).decode(own, keep_special=True)
+    assert "Say a" in text and text.endswith("a") and "first" not in text

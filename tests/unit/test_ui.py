@@ -8,6 +8,7 @@ import http.client
 import itertools
 import json
 import os
+import shlex
 import shutil
 import socket
 import time
@@ -242,8 +243,11 @@ def test_a_moved_folder_is_said_on_the_stream_and_in_the_list(tmp_path: Path) ->
 
 
 def test_an_empty_and_a_missing_folder_have_an_empty_list(tmp_path: Path) -> None:
-    with serving(tmp_path / "none") as served:
-        assert served.get("/api/runs")["runs"] == []
+    folder = tmp_path / "my runs"
+    with serving(folder) as served:
+        found = served.get("/api/runs")
+        assert found["runs"] == []
+        assert shlex.split(found["start"])[-2:] == ["--output_dir", str(folder)]
         assert served.get("/api/form")["name"] == "run-1"
 
 

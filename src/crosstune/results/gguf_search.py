@@ -171,9 +171,11 @@ class Search:
     ) -> Trial:
         self.write(self.tried, recipe, types, self.best if lowered else None)
         trial = Trial(recipe=recipe, lowered=lowered, types=types, sizes=sizes, kl=0.0)
-        title = f"measure  {trial.name}, {sum(sizes.values()) / 1e6:.1f} MB"
+        number = f"{len(self.trials) + 1} of at most {_MOST_TRIALS}"
+        title = f"measure  {number}: {trial.name}, {sum(sizes.values()) / 1e6:.1f} MB"
         show = show_rows(self.observer, title, len(self.rows), what="rows")
-        found = llama_cpp.ask(self.tried, prompts=self.rows, show=show).logits
+        last = len(self.rows) - 1  # the line of the last row comes below, with the divergence
+        found = llama_cpp.ask(self.tried, prompts=self.rows, show=lambda done: show(min(done, last))).logits
         trial = replace(trial, kl=measure_agreement(self.expected, found).mean_kl)
         show(len(self.rows), f", KL {trial.kl:.2e}")
         self.trials.append(trial)

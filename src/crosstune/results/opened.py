@@ -17,6 +17,7 @@ from crosstune.core.events import Evaluating, Observer
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import PLAIN_BITS, ModelFolders, WeightForm
 from crosstune.core.quantization import QuantSpec
+from crosstune.files.json_files import read_jsonl
 from crosstune.models.folder import check_folder
 from crosstune.models.identity import identity, source_identity
 from crosstune.models.locate import ModelFolder
@@ -138,9 +139,18 @@ def open_trained(trained: Trained, *, engine: str, backend: str, observer: Obser
         trained=trained,
         plan=plan,
         model=model,
-        prompts=make_prompts(model.path),
+        prompts=make_prompts(model.path, read_samples(trained)),
         engine=open_engine(engine, plan),
     )
+
+
+def read_samples(trained: Trained) -> list[dict[str, Any]]:
+    """Return the samples of a run's evaluations; none for a target that is not a run."""
+    if not trained.is_run or trained.home is None:
+        return []
+    tables = [event.get("samples") for event in read_jsonl(trained.home / "events.jsonl")]
+    rows = [row for table in tables if isinstance(table, list) for row in table]
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def find_quantizer(opened: Opened, spec: QuantSpec) -> Opened:

@@ -11,8 +11,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.files.json_files import read_jsonl
-from crosstune.results.opened import Opened
+from crosstune.results.opened import Opened, read_samples
 from crosstune.runs.open_recipe import open_recipe
 
 _ROWS = 128
@@ -58,7 +57,7 @@ def read_run_rows(opened: Opened, observer: Observer, *, required: str = "") -> 
     held_out = getattr(held_out, "corpus", held_out)  # preferences
     train = _first(corpus)
     tokenizer = Tokenizer.from_folder(opened.tokenizer_folder, model=opened.model.path)
-    samples = _read_samples(opened)
+    samples = read_samples(trained)
     asked = list(dict.fromkeys(sample["prompt"] for sample in samples if sample.get("prompt")))
     texts = [tokenizer.decode(row, keep_special=True)[:_TEXT_LENGTH] for row in train]
     said = [value for sample in samples for value in sample.values() if isinstance(value, str) and value]
@@ -75,15 +74,6 @@ def _first(corpus: Any) -> list[list[int]]:
     return (
         [] if corpus is None else [list(map(int, corpus[n].tokens)) for n in range(min(_ROWS, len(corpus)))]
     )
-
-
-def _read_samples(opened: Opened) -> list[dict[str, Any]]:
-    """Return the samples of the run's evaluations."""
-    assert opened.trained.home is not None
-    path = opened.trained.home / "events.jsonl"
-    if not path.is_file():
-        return []
-    return [sample for event in read_jsonl(path) for sample in event.get("samples") or ()]
 
 
 def _encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, questions: Sequence[Any]) -> list[list[int]]:

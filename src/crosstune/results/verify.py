@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,29 @@ _PROMPTS = (
     "Turn on the light in the kitchen at seven, and play some music after that.",
     "Write three short sentences about the sea, one for each of the colours blue, green and grey.",
 )
+_SAMPLES = 3
 VERDICT = ("agreement", "bound", "verified")
 """The keys of `report_agreement`."""
 _LONGEST_PROMPT = 512
 """A chat template may add any number of tokens."""
 
 
-def make_prompts(folder: Path) -> list[list[int]]:
-    """Return the prompts, tokenized with the folder's tokenizer and chat template."""
-    return _encode_prompts(Tokenizer.from_folder(folder))
+def make_prompts(folder: Path, samples: Sequence[Mapping[str, Any]] = ()) -> list[list[int]]:
+    """Return the fixed prompts, and a run's last sampled answers after their prompts, tokenized with the folder's tokenizer and
+    chat template."""
+    tokenizer, answers = Tokenizer.from_folder(folder), dict[str, str]()
+    for sample in samples:
+        prompt, answer = sample.get("prompt"), sample.get("answer")
+        if isinstance(prompt, str) and isinstance(answer, str) and not sample.get("pictures"):
+            answers[prompt] = answer
+    rows = [
+        [
+            *encode_prompt([{"role": "user", "content": prompt}], tokenizer),
+            *tokenizer.rust.encode(answer, add_special_tokens=False).ids,
+        ]
+        for prompt, answer in list(answers.items())[:_SAMPLES]
+    ]
+    return [*_encode_prompts(tokenizer), *(row for row in rows if len(row) <= _LONGEST_PROMPT)]
 
 
 def report_agreement(agreement: Agreement, *formats: str) -> dict[str, Any]:

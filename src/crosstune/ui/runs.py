@@ -82,7 +82,8 @@ class Runs:
             elif kind := group_kind(path):
                 groups.append({"name": name, "kind": kind, "runs": len(_members(path))})
         runs.sort(key=lambda row: -row["changed"])
-        return {"folder": str(folder), "runs": runs, "groups": groups}
+        start = shlex.join(["crosstune", "train", "--max_steps", "40", "--output_dir", str(folder)])
+        return {"folder": str(folder), "start": start, "runs": runs, "groups": groups}
 
     def warm_up(self) -> None:
         """Read the list before a page asks for it. Errors are shown when it asks."""

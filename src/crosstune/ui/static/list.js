@@ -107,7 +107,7 @@ export const showList = async (place, { parts, signal }) => {
         ? [h("h2", {}, "No run matches."), h("p", {}, "Search for a part of a name, a model, or a status such as running.")]
         : group ? [h("h2", {}, "No runs."), h("p", {}, "The first trial has not started, or its folder was removed from ", h("code", {}, found.folder), ".")]
         : [h("h2", {}, "No runs yet."), h("p", {}, "Start one here or in a terminal. Runs are read from ", h("code", {}, found.folder), "."),
-          h("p", {}, h("a", { class: "button primary", href: "#/new" }, "Start a run")), copyable("crosstune train --max_steps 40")]));
+          h("p", {}, h("a", { class: "button primary", href: "#/new" }, "Start a run")), copyable(found.start)]));
     }
   };
   search.addEventListener("input", () => shown && draw(shown));
@@ -138,7 +138,7 @@ export const showJobs = async (place, { signal }) => {
       const element = h("article", { class: "job", "data-state": job.state },
         h("h2", {}, badge(job.state), " ", job.kind, " ", h("small", {}, title, job.seconds === null ? "" : `, for ${duration(job.seconds)}`)),
         copyable(job.command),
-        h("p", { class: "said last-line" }, lines.at(-1)),
+        h("p", { class: "said last-line" }, lines.at(-1).trim()),
         h("p", { class: "buttons" },
           job.run ? h("a", { class: "button", href: link("run", job.run) }, "Open the run") : null,
           job.kind === "serve" && job.state === "ready" ? h("a", { class: "button", href: link("chat", "job", job.id) }, "Open the chat") : null,
