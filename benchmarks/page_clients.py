@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 MOST_S = {"jobs": 5.0, "run": 10.0}
-"""Seconds between requests of a page: the number of jobs, and the sections of a run that trains."""
+"""Seconds between requests of a page: the number of jobs, and the sections of a run that trains. The server makes both longer."""
 PARTS = ("/api/run?run=r", "/api/charts?run=r&smoothing=1", "/api/page?run=r")
 
 
@@ -113,6 +113,8 @@ async def _page(port: int, token: str, received: list[int]) -> None:
     head = f"Host: 127.0.0.1:{port}\r\nCookie: {cookie}\r\n"
     position = json.loads(await _get(port, head, PARTS[1], {}))["position"]
 
+    pace = [1.0]
+
     async def stream() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
         try:
@@ -126,8 +128,10 @@ async def _page(port: int, token: str, received: list[int]) -> None:
         tags: dict[str, str] = {}
         while True:
             for path in paths:
-                await _get(port, head, path, tags)
-            await asyncio.sleep(every_s)
+                answer = await _get(port, head, path, tags)
+                if path == "/api/jobs" and answer:
+                    pace[0] = json.loads(answer)["pace"]
+            await asyncio.sleep(every_s * pace[0])
 
     await asyncio.gather(stream(), ask(("/api/jobs",), MOST_S["jobs"]), ask(PARTS, MOST_S["run"]))
 

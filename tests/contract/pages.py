@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
 import warm
 
 from crosstune.models.bundled import BUNDLED
@@ -131,7 +132,9 @@ def put_tiny_model(cache: Path) -> Path:
     """Install a tiny model under the name of the bundled one, which takes minutes where this takes seconds."""
     name = "smollm2-135m"
     source = BUNDLED[name].source
-    install(name, lambda folder, scratch: tiny_model(folder), need_bytes=0, source=source, cache=cache)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CROSSTUNE_CACHE", str(cache))
+        install(name, lambda folder, scratch: tiny_model(folder), need_bytes=0, source=source)
     return cache
 
 

@@ -55,7 +55,7 @@ def test_a_family_in_llama_cpp(name: str, tmp_path: Path) -> None:
     folder = write_family(name, tmp_path / "model")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     special = [token for token in (*SPECIAL, *ADDED) if tokenizer.token_to_id(token) is not None]
-    texts = make_texts(60 if name in FEW else 400, special=special)
+    texts = make_texts(60 if name in FEW else 1000, special=special)
     kind = FAMILIES[name][1]
     if kind == "first":  # llama.cpp has no space at the beginning only; chats begin with the bos token
         texts = [f"<s>{text}" for text in texts]

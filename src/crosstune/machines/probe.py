@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import platform
+import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -89,9 +90,18 @@ def load_machine(name_or_path: str) -> Machine:
     raise UserError(
         f"Unknown machine '{name_or_path}'.",
         why="it is neither a bundled profile nor a file.",
-        do=f"{did_you_mean(name, names)}`crosstune plan --machine list` prints the profiles; rtx-4090:48gb means the profile "
+        do=f"{_similar(name, names)}`crosstune plan --machine list` prints the profiles; rtx-4090:48gb means the profile "
         "with 48 GB, and the suffix -x4 four GPUs. Make a file with: crosstune doctor --json > machine.json",
     )
+
+
+def _similar(name: str, names: Sequence[str]) -> str:
+    """Return a question with the nearest names of the same kind: another RTX for an RTX, a Mac for a Mac."""
+    words = re.sub(r"[\s_-]+", "-", name).replace("nvidia-", "").replace("geforce-", "").replace("tesla-", "")
+    if re.match(r"m[1-9]\b", words):
+        words = f"apple-{words}"
+    kind = words.partition("-")[0]
+    return did_you_mean(words, [known for known in names if known.partition("-")[0] == kind] or names)
 
 
 def _profile(name: str) -> Machine:

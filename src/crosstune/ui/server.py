@@ -112,7 +112,7 @@ def create_app(parent: Path, *, token: str, is_ending: Callable[[], bool]) -> St
             ),
             Route("/api/events", stream),
             get("/api/form", lambda _: describe_form() | {"name": free_name(runs.parent)}),
-            get("/api/jobs", lambda _: {"jobs": jobs.listing()}),
+            get("/api/jobs", lambda _: {"jobs": jobs.listing(), "pace": streams.pace}),
             get("/api/models", lambda request: _models(jobs, request.query_params.get("job", ""))),
             *(post(f"/api/{name}", getattr(actions, name)) for name in Actions.NAMES),
         ],
@@ -178,11 +178,16 @@ def _several(request: Request) -> list[str]:
 
 
 class _Streams:
-    """The open streams of events. With many of them, each polls less often, so that training on this machine is not slowed
-    down."""
+    """The open streams of events. With many of them, each polls less often, and so do their pages, so that training on this
+    machine is not slowed down."""
 
     def __init__(self, is_ending: Callable[[], bool]) -> None:
         self.num_open, self.is_ending = 0, is_ending
+
+    @property
+    def pace(self) -> float:
+        """The factor by which open pages wait longer."""
+        return max(1.0, self.num_open / _STREAMS_AT_FULL_RATE)
 
     async def follow(
         self, request: Request, changes: Callable[[str], Changes], after: str
@@ -212,7 +217,7 @@ class _Streams:
             elif quiet_s >= _BEAT_S:
                 quiet_s = 0.0
                 yield ": still here\n\n"
-            wait_s = _POLL_S * max(1.0, self.num_open / _STREAMS_AT_FULL_RATE)
+            wait_s = _POLL_S * self.pace
             quiet_s += wait_s
             while wait_s > 0 and not self.is_ending():
                 await asyncio.sleep(min(wait_s, _LONGEST_SLEEP_S))

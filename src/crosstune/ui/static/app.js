@@ -1,5 +1,5 @@
 // Show the view of the address; count the jobs.
-import { every, get, h, errorBox } from "./dom.js";
+import { errorBox, every, get, h, pace } from "./dom.js";
 import { showList, showJobs } from "./list.js";
 import { showRun, showCompare } from "./run.js";
 import { showForm } from "./form.js";
@@ -42,7 +42,8 @@ const route = async () => {
 addEventListener("hashchange", route);
 route();
 every(5000, new AbortController().signal, async () => {
-  const { jobs } = await get("/api/jobs");
+  const { jobs, pace: factor } = await get("/api/jobs");
+  pace.factor = factor;
   if (isBroken) route(); // the server answers again
   const active = jobs.filter((job) => ["running", "ready"].includes(job.state)).length;
   document.getElementById("num-jobs").textContent = active ? String(active) : "";

@@ -75,6 +75,9 @@ export const doing = (work) => async (event) => {
   }
 };
 
+// How much longer each page waits between its requests: the server raises it while many pages are open.
+export const pace = { factor: 1 };
+
 // Call `work` now and again after every wait, while the page is visible and the view is shown.
 export const every = (wait, signal, work) => {
   let timer = 0;
@@ -85,7 +88,7 @@ export const every = (wait, signal, work) => {
     busy = true;
     try { if (!document.hidden) await work(); } catch { /* shown as offline */ }
     busy = false;
-    if (!signal.aborted) timer = setTimeout(tick, wait);
+    if (!signal.aborted) timer = setTimeout(tick, wait * pace.factor);
   };
   document.addEventListener("visibilitychange", () => { if (!document.hidden) tick(); }, { signal });
   signal.addEventListener("abort", () => clearTimeout(timer));

@@ -1,5 +1,5 @@
 // The page of a run, live; and the comparison of runs. Their sections are those of the report.
-import { ask, badge, copyable, doing, duration, errorBox, every, figure, get, h, link, post, query, toast } from "./dom.js";
+import { ask, badge, copyable, doing, duration, errorBox, every, figure, get, h, link, pace, post, query, toast } from "./dom.js";
 import { makeCharts } from "./charts.js";
 
 // Put the sections of a report into a place. A section is replaced only if it changed, and its open details stay open.
@@ -160,7 +160,7 @@ export const showRun = async (place, { parts, signal }) => {
     if (changed) about = { ...about, status: found.status };
     drawHead();
     if (changed || found.reset || found.events.some((kind) => kind !== "evaluating") || (found.rows.length && !charts.children.length)) later(changed ? 50 : Math.max(0, 3000 - (Date.now() - drawn)));
-    else if (found.rows.length) later(10000); // smoothed curves and totals follow the steps
+    else if (found.rows.length) later(10000 * pace.factor); // smoothed curves and totals follow the steps
   };
   drawHead();
   drawCheckpoints();
