@@ -286,6 +286,11 @@ ROWS_BY_BATCH = Condition(
 RECOMPUTATION = _with_option("use_gradient_checkpointing")
 CLIPPING = _with_option("apply_gradient_clipping")
 ADAM = Condition("adamw or adam", lambda now: "adam" in now["optimizer"], "with optimizer {optimizer}")
+STEPS_BY_GRADIENT = Condition(
+    "",
+    lambda now: not now["optimizer"].startswith("lion"),
+    "on the size of a step with {optimizer}: it uses only the signs of averaged gradients",
+)
 SCHEDULE_WITH_FLOOR = Condition(
     ", ".join(SCHEDULES_WITH_FLOOR),
     lambda now: now["lr_scheduler"] in SCHEDULES_WITH_FLOOR,

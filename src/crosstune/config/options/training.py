@@ -12,6 +12,7 @@ from crosstune.config.conditions import (
     ROWS_BY_BATCH,
     SCHEDULE_WITH_FLOOR,
     SFT,
+    STEPS_BY_GRADIENT,
     TORCH_ENGINE,
 )
 from crosstune.config.option import OnResume, below_one, not_zero, option
@@ -130,7 +131,11 @@ class TrainingOptions:
     )
     apply_gradient_clipping: bool = option(True, "Clip the gradient norm")
     grad_norm: float = option(
-        1.0, "Maximum gradient norm", aliases=("max_grad_norm",), high=1e9, needs=(CLIPPING,)
+        1.0,
+        "Maximum gradient norm",
+        aliases=("max_grad_norm",),
+        high=1e9,
+        needs=(CLIPPING, STEPS_BY_GRADIENT),
     )
     seed: int = option(
         42,
