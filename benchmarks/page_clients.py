@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-MOST_S = {"jobs": 5.0, "run": 20.0}
+MOST_S = {"jobs": 5.0, "run": 10.0}
 """Seconds between requests of a page: the number of jobs, and the sections of a run that trains."""
 PARTS = ("/api/run?run=r", "/api/charts?run=r&smoothing=1", "/api/page?run=r")
 

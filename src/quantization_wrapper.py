@@ -5,6 +5,7 @@ from crosstune.compat.quantization_adapters import (
     FallbackAdapter,
     HQQAdapter,
     MLXAdapter,
+    QuantizationAdapter,
     QuantoAdapter,
     replace_linear_with_quantized,
 )
@@ -13,12 +14,7 @@ from crosstune.compat.quantization_choice import (
     get_recommended_config,
     validate_quantization_config,
 )
-from crosstune.compat.quantization_config import (
-    QuantizationAdapter,
-    QuantizationConfig,
-    QuantizationMethod,
-    QuantizedLinear,
-)
+from crosstune.compat.quantization_config import QuantizationConfig, QuantizationMethod, QuantizedLinear
 
 __all__ = [
     "BitsAndBytesAdapter",

@@ -36,7 +36,7 @@ def test_backend_names() -> None:
 def test_checking_what_is_available_prints_it(capsys: pytest.CaptureFixture) -> None:
     manager = BackendManager(verbose=True)
     printed = capsys.readouterr().out
-    for word in ("available backends", "quantization bits", "distributed", "GiB free", str(manager.backend)):
+    for word in ("available backends", "quantizers", "distributed", "GiB free", str(manager.backend)):
         assert word in printed
     assert manager.backend in manager._available_backends
     assert Backend.CPU in manager._available_backends

@@ -52,7 +52,8 @@ def test_bfloat16_becomes_float16_where_it_does_not(monkeypatch: pytest.MonkeyPa
         model = wrapper.wrap_model(Classifier(), param_dtype=torch.bfloat16)
     assert model(rows()[0]).dtype == torch.float16
     assert len(wrapper.adjustments) == 1
-    assert fsdp_model.usable_dtype(torch.float16, torch.device(DEVICE), dtypes=("fp32",)) == torch.float32
+    monkeypatch.setattr(fsdp_model, "working_dtypes", lambda device, notes: ("fp32",))
+    assert fsdp_model.usable_dtype(torch.float16, torch.device(DEVICE)) == torch.float32
 
 
 def test_the_compatibility_check_names_what_works() -> None:

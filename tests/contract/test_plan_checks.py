@@ -130,7 +130,8 @@ def make_experts(tiny_model: Path, model: Path) -> Path:
     ("words", "expected"),
     [
         ("--train_type llama_pro", "llama_pro cannot add blocks to MixtralForCausalLM"),
-        ("--backend mlx --lora_target_modules down_proj", "MLX cannot adapt the experts"),
+        ("--backend mlx --train_type dora --lora_target_modules down_proj", "dora cannot adapt"),
+        ("--backend mlx --init_lora orthogonal", "cannot start the adapter of"),
         ("--train_type dora --lora_target_modules down_proj", "dora cannot adapt"),
     ],
 )

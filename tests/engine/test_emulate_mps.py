@@ -14,8 +14,9 @@ from torch import nn
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.events import Observers
-from crosstune.emulate.verdict import Verdict, emulate
+from crosstune.emulate.verdict import emulate
 from crosstune.emulate.watch import Watch, operator_table
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_model, open_session
@@ -26,7 +27,7 @@ WITHOUT_KERNEL = "aten::linalg_matrix_exp"
 Wrap = Callable[[nn.Module], nn.Module]
 
 
-def judge(model: Path, **options: Any) -> Verdict:
+def judge(model: Path, **options: Any) -> tuple[Plan, dict[str, Any]]:
     machine = options.pop("machine", None)
     return emulate(make_config(**({"emulate": "mps", "model_name": str(model)} | options)), machine=machine)
 
@@ -92,13 +93,13 @@ def test_table_agrees_with_the_dispatcher_where_both_know() -> None:
 
 
 def test_ordinary_training_passes(tiny_model: Path, tmp_path: Path) -> None:
-    verdict = judge(tiny_model, train_type="lora", skip_eval=True, output_dir=str(tmp_path / "runs"))
-    assert verdict.works and verdict.sentence() == "this run should work on MPS"
-    assert len(verdict.tried.losses) == 3
-    assert verdict.plan.backend.name == "mps" and verdict.plan.backend.device == "mps"
-    assert verdict.plan.precision == "bf16"
-    assert verdict.conditions == ["bf16 needs macOS 14 or later"]
-    assert not verdict.custom and not verdict.fallen_back
+    plan, report = judge(tiny_model, train_type="lora", skip_eval=True, output_dir=str(tmp_path / "runs"))
+    assert report["works"] and report["verdict"] == "this run should work on MPS"
+    assert len(report["losses"]) == 3
+    assert plan.backend.name == "mps" and plan.backend.device == "mps"
+    assert plan.precision == "bf16"
+    assert report["conditions"] == ["bf16 needs macOS 14 or later"]
+    assert not report["custom_operators"] and not report["fallen_back"]
     assert not (tmp_path / "runs").exists()
 
 
@@ -116,27 +117,27 @@ def test_backward_and_optimizer_are_seen_and_the_numbers_are_those_of_a_plain_ru
             result = train_step(watched, recipe.micro_batches(step), lr=1e-3)
         assert result.loss == pytest.approx(expected.loss, rel=1e-5)
         assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
-    seen = watch.seen.operators
+    seen = watch.operators
     assert {"aten::silu_backward", "aten::_log_softmax_backward_data"} <= seen.keys()
     assert "aten::addcdiv_" in seen
     assert not any("flash" in name for name in seen), "MPS has no such kernel"
-    assert not watch.seen.failing and not watch.seen.refused
+    assert not watch.failing and not watch.refused
 
 
 def test_float64_is_refused_and_named_with_its_place(tiny_model: Path, plant: Callable[[Wrap], None]) -> None:
     plant(InDouble)
-    verdict = judge(tiny_model, skip_eval=True, max_steps=1)
-    assert not verdict.works and len(verdict.tried.losses) == 1
-    first = verdict.refused[0]
+    _, report = judge(tiny_model, skip_eval=True, max_steps=1)
+    assert not report["works"] and len(report["losses"]) == 1
+    first = report["refused"][0]
     assert first["what"] == "float64" and "model.layers.1.mlp (engine/test_emulate_mps.py:" in first["where"]
-    assert verdict.sentence().startswith("this run will not work on MPS: aten::_to_copy in float64 at step 1")
+    assert report["verdict"].startswith("this run will not work on MPS: aten::_to_copy in float64 at step 1")
 
 
 def test_float64_in_the_backward_pass_is_seen(tiny_model: Path, plant: Callable[[Wrap], None]) -> None:
     plant(InDoubleBackward)
-    verdict = judge(tiny_model, skip_eval=True, max_steps=1)
-    assert [(row["what"], row["calls"]) for row in verdict.refused] == [("float64", 1)]
-    assert verdict.refused[0]["where"].startswith("step 1, backward: near model.layers.1.mlp.")
+    _, report = judge(tiny_model, skip_eval=True, max_steps=1)
+    assert [(row["what"], row["calls"]) for row in report["refused"]] == [("float64", 1)]
+    assert report["refused"][0]["where"].startswith("step 1, backward: near model.layers.1.mlp.")
 
 
 def test_a_float64_buffer_is_refused_though_nothing_computes_with_it(
@@ -147,33 +148,33 @@ def test_a_float64_buffer_is_refused_though_nothing_computes_with_it(
         return module
 
     plant(add_buffer)
-    verdict = judge(tiny_model, skip_eval=True, max_steps=1)
-    assert [row["where"] for row in verdict.refused] == ["model.layers.1.mlp.unused"]
+    _, report = judge(tiny_model, skip_eval=True, max_steps=1)
+    assert [row["where"] for row in report["refused"]] == ["model.layers.1.mlp.unused"]
 
 
 def test_a_scalar_on_the_host_may_be_float64() -> None:
     watch = Watch("mps", quantizer="none", environment={})
     with watch.during("step"):
         torch.ones(2) * torch.tensor(0.5, dtype=torch.float64)
-        assert not watch.seen.refused
+        assert not watch.refused
         torch.ones(2).sum(dtype=torch.float64)
-    assert [operator for operator, _ in watch.seen.refused] == ["aten::sum"]
+    assert [operator for operator, _ in watch.refused] == ["aten::sum"]
 
 
 def test_an_operator_without_a_kernel_is_listed_as_falling_back(
     tiny_model: Path, plant: Callable[[Wrap], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(WithoutKernel)
-    verdict = judge(tiny_model, skip_eval=True, max_steps=2)
-    [row] = verdict.fallen_back
+    _, report = judge(tiny_model, skip_eval=True, max_steps=2)
+    [row] = report["fallen_back"]
     assert (row["operator"], row["calls"]) == (WITHOUT_KERNEL, 2)
     assert row["where"].startswith("step 1: model.layers.1.mlp")
-    assert verdict.works and "1 of its operators on the CPU" in verdict.sentence()
+    assert report["works"] and "1 of its operators on the CPU" in report["verdict"]
 
     monkeypatch.setenv("PYTORCH_ENABLE_MPS_FALLBACK", "0")
-    verdict = judge(tiny_model, skip_eval=True, max_steps=1)
-    assert not verdict.works and not verdict.fallen_back
-    assert verdict.failing[0]["what"] == "PYTORCH_ENABLE_MPS_FALLBACK is 0"
+    _, report = judge(tiny_model, skip_eval=True, max_steps=1)
+    assert not report["works"] and not report["fallen_back"]
+    assert report["failing"][0]["what"] == "PYTORCH_ENABLE_MPS_FALLBACK is 0"
 
 
 def test_as_a_user_types_it(

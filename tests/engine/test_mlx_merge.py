@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
 
-from support import chat
+from support import chat, tiny_of
 
 from crosstune.cli.main import main
 from crosstune.models.adapter_files import copy_template
@@ -65,6 +66,39 @@ def test_peft_merges_to_the_same_weights(
         np.testing.assert_allclose(array, expected[name].float().numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
     changed = [name for name, array in weights(base).items() if not np.array_equal(array, found[name])]
     assert changed and all("_proj" in name for name in changed)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "4-bit folder"])
+def test_adapters_of_experts_merge(
+    tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], packed: bool
+) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
+    base = tiny_of("qwen3_moe", tmp_path / "base", vocab)
+    for path in (*tiny_model.glob("*token*"), *tiny_model.glob("*.jinja")):
+        shutil.copy(path, base / path.name)
+    words = ["--precision", "fp32", "--lora_target_modules", "all"]
+    model = base
+    if packed:
+        model, words = tmp_path / "four", [*words, "--train_type", "qlora", "--group_size", "32"]
+        form = ["--n_bits", "4", "--group_size", "32", "--out", str(model)]
+        assert main(["convert", str(base), "--to", "mlx", *form]) == 0
+    run = train(model, data, tmp_path, *words)
+    settings = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    assert any("experts" in name for name in settings["target_parameters"])
+    into = ["--into", "dequantized"] if packed else []
+    report = report_of(capsys, "merge", str(run), "--backend", "mlx", *into)
+    assert report["verified"] and report["agreement"]["relative"] < 1e-4
+    if packed:
+        return
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    expected = peft.PeftModel.from_pretrained(plain, str(run / "adapter")).merge_and_unload().state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(run / "merged", dtype="float32").state_dict()
+    assert merged.keys() == expected.keys()
+    for name, array in merged.items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_an_adapter_over_a_quantized_base_merges_both_ways(

@@ -228,7 +228,7 @@ BAD = {
     "--temperature 0": "all answers to a prompt would be the same",
     "--prompts {home}/empty.txt": "has no prompts",
     "--prompts {home}/none.txt": "none.txt",
-    "--max_new_tokens 100000": "6 prompts are too long, the first is prompt 1 ('[0] Say 0.')",
+    "--max_new_tokens 100000": "6 prompts are too long for this model: prompt 1 ('[0] Say 0.')",
     "--out {home}/prompts.jsonl": "is the input",
     "--out {home}/judges.py": "already exists",
 }

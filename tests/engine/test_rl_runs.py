@@ -25,9 +25,9 @@ from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.rl.rewards.open_rewards import open_rewards
 from crosstune.recipes.rl.rollouts import Generator, Rollouts
-from crosstune.runs import move_check
 from crosstune.runs.open_parts import find_model, open_session
 from crosstune.runs.open_recipe import open_recipe
+from crosstune.runs.restore import compare_losses, measure_loss
 
 TIMES = ("time/", "step_s", "cpu_s", "tokens_per_s", "memory_bytes")
 
@@ -314,10 +314,10 @@ def test_a_move_is_checked_by_the_prompts(prompts: Path) -> None:
     measured = []
     for backend in ("cpu", "mlx"):
         recipe, session = open_both(prompts, backend=backend)
-        measured.append(move_check.measure(session, recipe, session.plan, step=1))
+        measured.append(measure_loss(session, recipe, session.plan, step=1))
     there, here = measured
     assert there.loss > 1 and there.num_supervised == here.num_supervised > 50
-    assert move_check.compare(there, here).within
+    assert compare_losses(there, here).within
 
 
 @pytest.mark.cuda

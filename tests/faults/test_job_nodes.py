@@ -91,7 +91,7 @@ def wait_for(*paths: Path) -> None:
 def test_all_machines_start_and_only_the_first_talks(launch, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     code, out = launch("ready(); sys.exit(0)").end()
     assert code == 0
-    assert out == "node 0 of 2 at alpha:29500\n"
+    assert out == "logging in to 2 nodes ...\nnode 0 of 2 at alpha:29500\n"
     assert (tmp_path / "ready-1").exists()
 
 

@@ -143,6 +143,6 @@ def test_a_machine_that_dies_is_started_again_and_the_run_is_the_same(
         kill_tree(session.pid)
         assert broken.wait() == 0, log.read_text()
     said = log.read_text()
-    assert "machine 1 of 2" in said and "was lost" in said and "of 3 times)" in said and "resumed" in said
+    assert "node 1 of 2" in said and "was lost" in said and "of 3 times)" in said and "resumed" in said
     assert numbers(run) == straight(options, tmp_path)
     assert len(numbers(run)) == NUM_STEPS

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from support import tiny_of
+from support import tiny_of, train_step
 from test_peft_experts import IDS, OPTIONS, run_ours, with_adapter
 from test_peft_parity import check_fp32, order_of_rows, reference_run
 from transformers import AutoModelForCausalLM
@@ -145,3 +145,17 @@ def test_a_damaged_folder_is_refused(
     save_file(tensors, tmp_path / "damaged" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=words):
         run_ours(tmp_path / "damaged", data_file, tmp_path, train_type="qlora")
+
+
+def test_mlx_trains_the_losses_of_torch_over_the_packed_experts(folders: tuple[Path, Path]) -> None:
+    """gpt-oss' gate and up projections alternate by row, in the adapter too."""
+    pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
+    from test_mlx_parity import open_session, window, worst_loss
+
+    on_torch = open_session("cpu", folders[0], train_type="qlora", lora_rank=4)
+    on_mlx = open_session("mlx", folders[0], lora_rank=4)
+    assert on_mlx.trained_shapes() == on_torch.trained_shapes()
+    for step in range(2):
+        train_step(on_torch, window(step), lr=1e-2)
+    on_mlx.import_state(on_torch.export_state())
+    assert worst_loss(on_mlx, on_torch, num_steps=4) < 1e-5

@@ -172,10 +172,12 @@ def test_the_files_of_options_are_found_after_a_move(tmp_path: Path) -> None:
     (tokenizer / "tokenizer.json").write_text("{}")
     (tokenizer / "model.safetensors").write_text("not packed")
     template.write_text("{{ messages }}")
-    packed = pack_files(make_config(tokenizer=str(tokenizer), chat_template=str(template)), with_data=True)
-    note = {"run": "r", "to": "cpu", "step": 1, "options": packed.options}
+    files, packed_options = pack_files(
+        make_config(tokenizer=str(tokenizer), chat_template=str(template)), with_data=True
+    )
+    note = {"run": "r", "to": "cpu", "step": 1, "options": packed_options}
     archive = tmp_path / "a.tar"
-    write_archive(archive, {f"data/{name}": path for name, path in packed.files.items()}, note)
+    write_archive(archive, {f"data/{name}": path for name, path in files.items()}, note)
     folder, options = unpack_run(make_config(resume=str(archive), output_dir=str(tmp_path / "runs")))
     assert [path.name for path in Path(options["tokenizer"]).iterdir()] == ["tokenizer.json"]
     assert Path(options["chat_template"]).read_text() == "{{ messages }}"

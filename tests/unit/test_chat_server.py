@@ -59,7 +59,7 @@ def test_a_web_page_needs_a_key(key: str) -> None:
 )
 def test_a_damaged_request_is_answered(line: bytes, length: bytes, code: bytes) -> None:
     with Router("127.0.0.1", 0) as router:
-        router.routes.models["m"] = Upstream(port=1, model="m")
+        router.models["m"] = Upstream(port=1, model="m")
         router.start()
         with socket.create_connection(("127.0.0.1", router.port), timeout=60) as client:
             client.sendall(
@@ -83,7 +83,7 @@ def test_every_address_of_the_models_says_that_they_load() -> None:
         with pytest.raises(UserError, match="loading") as caught:
             connect(router.url)
         assert caught.value.do == "wait until the server has loaded its model, then try again"
-        router.routes.models["m"] = Upstream(port=1, model="m")
+        router.models["m"] = Upstream(port=1, model="m")
         assert answer("/health")[0] == 200 and answer("/v1/models")[1]["data"][0]["id"] == "m"
         assert answer("/v1/models/m")[0] == 200 and answer("/v1/models/other")[0] == 404
         router.shutdown()
@@ -106,7 +106,7 @@ def test_a_rebound_name_is_not_the_servers_own_page() -> None:
 def test_a_key_outside_latin_1_opens_the_server(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # not for this machine
     with Router("127.0.0.1", 0, api_key=KEY) as router:
-        router.routes.models["demo"] = Upstream(port=1, model="demo")
+        router.models["demo"] = Upstream(port=1, model="demo")
         router.start()
         assert connect(router.url, api_key=KEY).name == "demo"
         with pytest.raises(UserError, match="rejects the key"):

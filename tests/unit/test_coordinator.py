@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import signal
 import socket
@@ -159,16 +158,7 @@ def report(rank: int) -> dict[str, Any]:
     return dataclasses.asdict(Report(codes={rank: 0}))
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        json.dumps({"report": {"codes": "none"}}).encode(),
-        json.dumps({"report": {"codes": {"0": 0}, "failures": [], "signals": []}}).encode(),
-        b"\xff not JSON",
-        b"x" * (LONGEST_LINE + 10),
-    ],
-    ids=["codes", "other rank", "bytes", "long"],
-)
+@pytest.mark.parametrize("sent", [b"\xff not JSON", b"x" * (LONGEST_LINE + 10)], ids=["bytes", "long"])
 def test_a_machine_that_sends_nonsense_ends_the_run(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the coordinator's thread, for which all launchers would wait."""
     monkeypatch.setattr("crosstune.distributed.coordinator._HANG_UP_S", 0.1)

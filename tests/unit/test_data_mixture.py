@@ -165,13 +165,13 @@ def test_weights_of_evaluation_data_are_refused(tiny_model: Path, two_files: tup
 
 def test_several_sources_move_with_a_run(tmp_path: Path, two_files: tuple[Path, Path]) -> None:
     one, two = two_files
-    packed = pack_files(make_config(dataset=f"{one}:1,{two}:3,commands:2"), with_data=True)
-    assert set(packed.files.values()) == {one, two}
-    for name, path in packed.files.items():
+    files, packed_options = pack_files(make_config(dataset=f"{one}:1,{two}:3,commands:2"), with_data=True)
+    assert set(files.values()) == {one, two}
+    for name, path in files.items():
         target = tmp_path / "run" / "data" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
-    found = parse_dataset(unpacked_value(tmp_path / "run", packed.options["dataset"]))
+    found = parse_dataset(unpacked_value(tmp_path / "run", packed_options["dataset"]))
     assert [entry.weight for entry in found] == [1, 3, 2]
     assert [Path(entry.name).read_bytes() for entry in found[:2]] == [one.read_bytes(), two.read_bytes()]
     assert found[2] == DatasetEntry(name="commands", weight=2)

@@ -30,7 +30,6 @@ SRUN = {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
     "SLURM_NNODES": "2",
-    "SLURM_TASKS_PER_NODE": "4(x2)",
     "SLURM_JOB_ID": "812",
     "SLURM_STEP_ID": "0",
     "SLURM_JOB_NODELIST": "gpu[007-008]",
@@ -144,7 +143,6 @@ def test_the_variables_of_the_guides_are_for_a_launcher() -> None:
         (TORCHRUN | {"MASTER_ADDR": "10.0.0.1:29500"}, "MASTER_ADDR cannot be '10.0.0.1:29500'"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT cannot be '70000'"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but RANK is not set"),
-        (SRUN | {"SLURM_TASKS_PER_NODE": "4x2"}, "SLURM_TASKS_PER_NODE cannot be"),
         (SRUN | {"SLURM_JOB_NODELIST": "gpu[001-]"}, "is not a list of SLURM nodes"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import shlex
 import shutil
@@ -20,7 +19,7 @@ from crosstune.cli.commands.launch import make_parser
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.config.schema import option_list
-from crosstune.distributed.jobs.job import load_scheduler, make_job, options_of_schedulers, submit
+from crosstune.distributed.jobs.job import load_scheduler, make_job, options_of_schedulers
 
 NASTY = [
     "a b",
@@ -147,9 +146,8 @@ def _train_words(scheduler: str, text: str) -> list[str]:
 
 
 def _ray_script(text: str) -> str:
-    """The script in the entrypoint of the printed `ray job submit`."""
-    last = shlex.split(text.splitlines()[-1])[-1]
-    return base64.b64decode(last.rpartition(" ")[2].rstrip(")")).decode()
+    """The script that the printed `ray job submit` starts."""
+    return text.split("<<'END_OF_SCRIPT'\n", 1)[1].split("\nEND_OF_SCRIPT\n", 1)[0]
 
 
 @needs_bash
@@ -158,14 +156,15 @@ def test_however_ray_joins_the_entrypoint(join: Callable[[list[str]], str], tmp_
     tool = tmp_path / "my python"
     write_tool(tool, 'printf "%s\\0" "$@" > seen')
     text = written("ray", ["--dataset", *NASTY], "--python", str(tool))
+    subprocess.run(
+        ["bash", "-c", f"ray() {{ true; }}\n{text}"], cwd=tmp_path, check=True
+    )  # writes the script
     words = shlex.split(text.splitlines()[-1])
     done = subprocess.run(["bash", "-c", join(words[words.index("--") + 1 :])], cwd=tmp_path, check=False)
     assert done.returncode == 0 and not (tmp_path / "injected").exists()
     seen = (tmp_path / "seen").read_bytes().decode().split("\0")
     place = seen.index("--dataset")
     assert seen[place : place + 1 + len(NASTY)] == ["--dataset", *NASTY]
-    subprocess.run(["bash", "-c", text], cwd=tmp_path, check=False, capture_output=True)
-    assert not (tmp_path / "injected").exists(), "the comment that shows the script ends with its line"
 
 
 @needs_bash
@@ -196,30 +195,10 @@ def test_a_cluster_that_hangs(
     write_tool(tmp_path / "tools" / tool, "exec sleep 100000")
     monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}:{os.environ['PATH']}")
     monkeypatch.setattr("crosstune.distributed.jobs.job.ANSWER_S", 0.5)
-    monkeypatch.setattr("crosstune.distributed.jobs.job.NOTICE_EVERY_S", 0.1)
     monkeypatch.setattr("crosstune.distributed.jobs.schedulers.ssh.LOGIN_S", 0.2)
     assert main(["launch", *shlex.split(words)]) == 2
     error = capsys.readouterr().err
-    assert said in error and "waiting for" in error
-
-
-def test_many_nodes_that_hang_share_one_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from crosstune.distributed.jobs.schedulers import ssh
-
-    limits: list[float] = []
-    monkeypatch.setattr(ssh, "LOGIN_S", 0.2)
-    plain = ssh.answer_of
-    monkeypatch.setattr(ssh, "answer_of", lambda *a, **k: limits.append(k["limit_s"]) or plain(*a, **k))
-    (tmp_path / "tools").mkdir()
-    write_tool(tmp_path / "tools" / "ssh", "exec sleep 100000")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}:{os.environ['PATH']}")
-    monkeypatch.setattr(ssh, "LAST_S", 0.01)
-    assert main(["launch", "--on", "ssh", "--hosts", "a,b,c", "--nnodes", "3"]) == 2
-    assert limits[0] > 0.3 and limits[1:] == [0.01, 0.01]
-    error = capsys.readouterr().err
-    assert all(f"cannot log in to {host}" in error for host in "abc")
+    assert said in error
 
 
 @needs_bash
@@ -459,13 +438,3 @@ def test_what_is_submitted_is_what_is_printed(
     write_tool(tmp_path / "tools" / tool, "echo 'no such queue' >&2; exit 1")
     assert main(["launch", *shlex.split(words)]) == 2
     assert "no such queue" in capsys.readouterr().err
-
-
-@needs_bash
-def test_a_scheduler_that_reads_late_gets_the_whole_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_tool(tmp_path / "sbatch", "sleep 1; wc -c")
-    monkeypatch.setattr("crosstune.distributed.jobs.job.NOTICE_EVERY_S", 0.1)
-    text = "x" * 200_000  # more than a pipe holds
-    assert submit([str(tmp_path / "sbatch")], text, where="", do="").strip() == "200000"

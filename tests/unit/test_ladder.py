@@ -25,7 +25,7 @@ from crosstune.ladder.rung import AsGood, NotApplicable, SameBits, Situation, Wi
 from crosstune.ladder.rungs import all_rungs
 from crosstune.ladder.trial import Trial, Trials
 from crosstune.planner.gather import gather
-from crosstune.runs.trials import FOLLOWING, check_request, check_same_request, why_ended
+from crosstune.runs.trials import FOLLOWING, check_same_request, check_trial_request, why_ended
 
 LOSSES = [3.0, 2.5, 2.2, 2.0, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
 
@@ -191,7 +191,7 @@ def test_a_request_that_no_trial_could_have_is_refused_before_the_first(
     options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UserError, match=said):
-        check_request(make_config(**options), kind="ladder")
+        check_trial_request(make_config(**options), kind="ladder")
 
 
 def test_one_ladder_at_a_time_works_in_a_folder(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from planned import plan_on
 from crosstune.checkpoint.manifest import Manifest
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import BaseChoice, QuantSpec, read_spec, same_quantization, wrong_spec
-from crosstune.runs.resume_identity import base_fields, check_base, compare, identity_of_options
+from crosstune.runs.resume_identity import base_fields, check_adapter_base, compare, identity_of_options
 
 BNB = {"quantizer": "bnb", "bits": 4, "group_size": 64}
 FP8 = {"quantizer": "fp8", "bits": 8, "group_size": 64}
@@ -141,8 +141,8 @@ def test_a_new_training_over_an_adapter_chooses_its_own_layers(tmp_path: Path) -
         "quantization": {**FP8, "kept": ["a.up"]},
     }
     (tmp_path / "crosstune.json").write_text(json.dumps(record))
-    assert check_base(tmp_path, identity="a" * 64, quantization=QuantSpec(**FP8)) == []
-    [warning] = check_base(tmp_path, identity="a" * 64, quantization=QuantSpec(**BNB))
+    assert check_adapter_base(tmp_path, identity="a" * 64, quantization=QuantSpec(**FP8)) == []
+    [warning] = check_adapter_base(tmp_path, identity="a" * 64, quantization=QuantSpec(**BNB))
     assert "fp8 with 8 bits" in warning
 
 
@@ -154,6 +154,6 @@ def test_an_adapter_goes_on_over_the_base_of_its_record(recorded: dict[str, Any]
     }
     (tmp_path / "crosstune.json").write_text(json.dumps(record))
     same = QuantSpec(quantizer="mlx", bits=4, group_size=64)
-    assert check_base(tmp_path, identity="a" * 64, quantization=same) == []
-    [warning] = check_base(tmp_path, identity="a" * 64, quantization=None)
+    assert check_adapter_base(tmp_path, identity="a" * 64, quantization=same) == []
+    [warning] = check_adapter_base(tmp_path, identity="a" * 64, quantization=None)
     assert "mlx with 4 bits" in warning and "not quantized" in warning

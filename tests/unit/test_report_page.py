@@ -18,10 +18,9 @@ from crosstune.cli.commands.train import try_report
 from crosstune.cli.terminal.screen import Screen
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.files import run_lock
 from crosstune.models.tiny import tiny_model
 from crosstune.recipes.sft import SftRecipe
-from crosstune.report import RunFiles, load_run, render, write_report
+from crosstune.report import RunFiles, load_run, write_report
 from crosstune.report.comparison import compare_runs, write_comparison
 from crosstune.report.formatting import change_between, display_of, page_metrics, show_option
 from crosstune.report.next_steps import use_result
@@ -376,21 +375,3 @@ def test_the_answers_of_the_result_are_named(tmp_path: Path, kept: int) -> None:
     else:
         assert titles == ["before", "step 20 (best)", "after"]
         assert [answer.text for answer in lead.answers] == ["no", "worse"]
-
-
-def test_beside_a_live_line_a_running_run_has_no_figures_of_its_last_step(tmp_path: Path) -> None:
-    """The live line would show newer ones."""
-    folder = make_run(tmp_path / "run", without=("summary.json",))
-    write_lines(folder / "events.jsonl", [evaluation(0, "before", 3.2, 0.0, "no")])
-    rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-
-    def summarize(count: int, *, draws: bool) -> str:
-        (folder / "metrics.jsonl").write_text("".join(rows[:count]))
-        text = Page(render(load_run(folder), draws=draws)).words()
-        return text.partition("What to do next")[0]
-
-    with run_lock.hold(folder):
-        assert summarize(10, draws=False) == summarize(20, draws=False)
-        assert summarize(10, draws=True) != summarize(20, draws=True)
-        assert "No held-out data was evaluated" not in summarize(20, draws=True)
-    assert summarize(10, draws=False) != summarize(20, draws=False), "the run was killed"

@@ -49,7 +49,7 @@ def search(session: Any, *, limit: int, at_most: int = 512) -> int:
         at_most=at_most,
     ).run()
     assert session.pending == 0, "no gradient is left"
-    return found.batch_size
+    return found
 
 
 def test_the_size_is_doubled_and_bisected_and_no_pass_exceeds_the_limit() -> None:

@@ -16,18 +16,20 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Event, StepMetrics
 from crosstune.runs.trained_folder import Trained
 from crosstune.serve import server
-from crosstune.serve.engines import ENGINES, Launch, choose_engine, takes_adapter
+from crosstune.serve.engines import ENGINES, Launch, Prepared, choose_engine, takes_adapter
 
 
 def launch(**changes: Any) -> Launch:
-    settings = {
-        "name": "demo",
-        "path": Path("/models/base"),
+    settings: Any = {
         "port": 4000,
         "api_key": "secret",
         "num_slots": 4,
+        "context_length": 2048,
+        "num_threads": 2,
     }
-    return Launch(**settings | {"context_length": 2048, "num_threads": 2} | changes)
+    num_models = changes.pop("num_models", 1)
+    model = Prepared(name="demo", path=Path("/models/base"), context=None, **changes)
+    return Launch(model=model, num_models=num_models, **settings)
 
 
 def pairs(words: Any) -> set[tuple[str, str]]:

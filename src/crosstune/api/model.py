@@ -137,7 +137,8 @@ class Model:
         force: bool = False,
     ) -> Path:
         """Export the model like `crosstune export`, to `hf`, `mlx` or `gguf`; return its folder."""
-        from crosstune.results.export import FORMATS, Form, export
+        from crosstune.results.export import FORMATS, export
+        from crosstune.results.opened import Form
 
         if to not in FORMATS:
             raise UserError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -34,27 +33,20 @@ def data_lines(dataset: str, found: Mapping[str, Any]) -> Iterator[Line]:
 
 def metric_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield a table of metrics with 95 % intervals, one column for the judge and each baseline."""
-    from crosstune.report.judge_section import TITLES, compare_with_best
+    from crosstune.report.judge_section import compare_with_best, metric_table
 
-    columns = {"judge": report, **report.get("baselines", {})}
-    names = [name for name in TITLES if any(name in each["metrics"] for each in columns.values())]
-    table = [Column(title="", cells=[*(TITLES[name] for name in names), "unreadable"])]
-    for title, each in columns.items():
-        cells = [*(_metric(each, name) for name in names), f"{each['num_unreadable']}"]
-        table.append(Column(title=title, cells=cells))
+    columns, rows = metric_table(report)
+    table = [Column(title="", cells=[title for title, _ in rows])]
+    for place, column in enumerate(columns):
+        cells = [
+            f"{value} [{bounds}]" if bounds else value for value, bounds in (row[place] for _, row in rows)
+        ]
+        table.append(Column(title=column, cells=cells))
     yield from table_lines(table, width=None)
     if lead := compare_with_best(report):
         yield lead
     yield f"{report['num_items']:,} items in {report['num_groups']:,} groups; 95 % intervals by resampling groups"
     yield from (f"note: {note}" for note in report.get("notes", ()))
-
-
-def _metric(report: Mapping[str, Any], name: str) -> str:
-    value = report["metrics"].get(name)
-    if value is None or not math.isfinite(value):
-        return "-"
-    bounds = report.get("intervals", {}).get(name)
-    return f"{value:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
 
 
 def worst_lines(worst: Sequence[Mapping[str, Any]], *, most: int = 3) -> Iterator[str]:

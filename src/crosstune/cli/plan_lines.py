@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Line
@@ -17,7 +17,6 @@ from crosstune.planner.find_fit import flags_text
 from crosstune.planner.predict import OwnModel, state_bytes
 
 if TYPE_CHECKING:
-    from crosstune.emulate.verdict import Verdict
     from crosstune.planner.longest import LongestRow
     from crosstune.planner.predict import Prediction
     from crosstune.planner.rehearse import Rehearsed
@@ -322,21 +321,21 @@ def _own_model_rows(plan: Plan, own: OwnModel | None) -> Rows:
     return rows
 
 
-def verdict_lines(verdict: Verdict) -> Iterator[Line]:
-    tried, title = verdict.tried, verdict.title
-    answers = f", an evaluation with {tried.num_answers} answers" if tried.evaluated else ""
-    yield f"emulated     {title} on this CPU, as {verdict.plan.machine.name} would run it"
+def verdict_lines(report: Mapping[str, Any]) -> Iterator[Line]:
+    title, num_steps = report["title"], len(report["losses"])
+    answers = f", an evaluation with {report['num_answers']} answers" if report["evaluated"] else ""
+    yield f"emulated     {title} on this CPU, as {report['machine']} would run it"
     yield (
-        f"checked      {len(tried.losses)} step{'s' * (len(tried.losses) != 1)}{answers} and a checkpoint in "
-        f"{duration(tried.seconds)}: {verdict.num_operators} operators, {verdict.num_calls:,} calls, against the operator "
-        f"table of torch {verdict.torch_version}"
+        f"checked      {num_steps} step{'s' * (num_steps != 1)}{answers} and a checkpoint in "
+        f"{duration(report['seconds'])}: {report['operators']} operators, {report['calls']:,} calls, against the operator "
+        f"table of torch {report['torch']}"
     )
-    yield f"verdict      {verdict.sentence()}", "green" if verdict.works else "bold red"
+    yield f"verdict      {report['verdict']}", "green" if report["works"] else "bold red"
     for label, rows, template in (
-        ("refused", verdict.refused, f"returns {{what}}, unsupported on {title}"),
-        ("fails", verdict.failing, f"has no {title} kernel, and {{what}}"),
-        ("slow", verdict.fallen_back, f"has no {title} kernel; {{what}}"),
-        ("custom", verdict.custom, "{what}"),
+        ("refused", report["refused"], f"returns {{what}}, unsupported on {title}"),
+        ("fails", report["failing"], f"has no {title} kernel, and {{what}}"),
+        ("slow", report["fallen_back"], f"has no {title} kernel; {{what}}"),
+        ("custom", report["custom_operators"], "{what}"),
     ):
         for row in rows[:MAX_OPERATORS]:
             calls = f"{row['calls']:,} call{'s' * (row['calls'] != 1)}"
@@ -344,5 +343,5 @@ def verdict_lines(verdict: Verdict) -> Iterator[Line]:
             yield f"{label:<{LABEL_WIDTH}} {row['operator']} {said}; {calls}, first at {row['where']}"
         if len(rows) > MAX_OPERATORS:
             yield f"{label:<{LABEL_WIDTH}} and {len(rows) - MAX_OPERATORS} more; --json lists all"
-    yield from (f"condition    {sentence}" for sentence in verdict.conditions)
-    yield from (f"not checked  {sentence}" for sentence in verdict.not_checked)
+    yield from (f"condition    {sentence}" for sentence in report["conditions"])
+    yield from (f"not checked  {sentence}" for sentence in report["not_checked"])

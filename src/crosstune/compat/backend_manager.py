@@ -175,29 +175,18 @@ class BackendManager:
         return estimate_batch(self.report, model_size_b, limit=limit, context=sequence_length)
 
     def _summary(self) -> list[str]:
-        capabilities, report = self.capabilities, self.report
-        quantizers = [f"{name} {'/'.join(map(str, bits))}" for name, bits in report.quantizers.items()]
-        bits = ", ".join(map(str, capabilities.quantization_bits))
-        rows = {
-            "available backends": ", ".join(map(str, self._available_backends)),
-            "backend": f"{self.backend} (device {self.device})",
-        }
-        for index, device in enumerate(report.devices):
-            free, total = device.memory_free_bytes / GIB, device.memory_total_bytes / GIB
-            rows[f"device {index}"] = f"{device.name}, {free:.1f} of {total:.1f} GiB free"
-        rows |= {
-            "dtypes": f"{', '.join(report.dtypes)} (bf16 matmul {report.bf16_speedup:g}x fp32)",
-            "quantization bits": f"{bits} ({'; '.join(quantizers) or 'none'})",
-            "distributed": capabilities.distributed_backend or "no",
-            "FSDP": "yes" if capabilities.supports_fsdp else "no",
-            "attention": ", ".join(report.attention) or "plain",
-        }
-        if capabilities.max_model_size:
-            rows["largest model"] = f"about {capabilities.max_model_size:g}B parameters"
-        machine = self.machine
-        lines = [f"{machine.name}: {machine.system}, {machine.processor}, {machine.num_cores} cores"]
-        lines += [f"  {title:<20} {value}" for title, value in rows.items()]
-        return lines + [f"  note: {note}" for note in capabilities.notes]
+        from crosstune.cli.commands.doctor import report_lines
+
+        machine, size_b = self.machine, self.capabilities.max_model_size
+        collective = self.capabilities.distributed_backend or "no"
+        return [
+            f"{machine.name}: {machine.system}, {machine.processor}, {machine.num_cores} cores",
+            f"available backends: {', '.join(map(str, self._available_backends))}",
+            f"backend: {self.backend} (device {self.device})",
+            *report_lines(self.report),
+            f"      distributed  {collective}{', FSDP' * self.capabilities.supports_fsdp}",
+            *([f"      model        about {size_b:g}B parameters at most"] if size_b else []),
+        ]
 
 
 def get_backend_manager(backend: str | Backend | None = None, verbose: bool = True) -> BackendManager:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from crosstune.compat.quantization_config import (
     DTYPES,
-    QuantizationAdapter,
     QuantizationConfig,
     QuantizationMethod,
     dtype_name,
@@ -119,43 +118,40 @@ def _torch_type(dtype: Any) -> Any:
     return None if name is None else torch_dtype(DTYPES[name])
 
 
-class _LibraryAdapter(QuantizationAdapter):
+class QuantizationAdapter:
+    """Quantizes torch models with one library according to its configuration; a subclass names the library."""
+
     library: ClassVar[str]
 
     def __init__(self, config: QuantizationConfig | None = None) -> None:
         if config is None:
             method = next(method for method in QuantizationMethod if method.library == self.library)
             config = QuantizationConfig(method=method)
-        super().__init__(config)
-        if self.config.method.library != self.library:
-            right = ADAPTERS[self.config.method.library].__name__
-            raise ValueError(
-                f"{type(self).__name__} does not support {self.config.method.name}; use {right}."
-            )
-
-
-class _TorchAdapter(_LibraryAdapter):
-    """An adapter over the torch engine; a subclass names its library."""
-
-    def __init__(self, config: QuantizationConfig | None = None) -> None:
-        super().__init__(config)
-        configs = each_config(self.config)
+        if config.method.library != self.library:
+            right = ADAPTERS[config.method.library].__name__
+            raise ValueError(f"{type(self).__name__} does not support {config.method.name}; use {right}.")
+        self.config = config
+        self.adjustments: list[str] = []
+        """Changes that `create_quantization_adapter` made to the requested configuration, with the reasons."""
+        configs = each_config(config)
         for each in configs:
             check_config(each)
         for library in sorted({each.method.library for each in configs} & set(torch_quantizer_names())):
             _check_installed(library)
-        for text in without_effect(self.config):
+        for text in without_effect(config):
             _warn(text)
 
     def create_quantized_linear(
         self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None
     ) -> Any:
+        """Return a new quantized layer with torch's default initialization."""
         from crosstune.compat.torch_parts.replace_layers import new_layer
 
         place = None if device is None else torch_device(str(device))
         return new_layer(make_recipe(self.config), in_features, out_features, bias=bias, device=place)
 
     def quantize_model(self, model: Any) -> Any:
+        """Replace the linear layers in place, on the model's device, and return the model."""
         from crosstune.compat.torch_parts.replace_layers import linear_names, replace_layers
 
         _check_patterns(self.config, linear_names(model))
@@ -175,17 +171,20 @@ class _TorchAdapter(_LibraryAdapter):
         return model
 
     def prepare_model_for_training(self, model: Any, use_gradient_checkpointing: bool = False) -> Any:
+        """Freeze the model, so that adapters added to it can be trained."""
         from crosstune.compat.torch_parts.replace_layers import freeze_base
 
         freeze_base(model, checkpointing=use_gradient_checkpointing)
         return model
 
     def save_quantized_model(self, model: Any, path: str | Path) -> None:
+        """Write a folder of safetensors and JSON."""
         from crosstune.compat.torch_parts.replaced_folder import save_quantized
 
         save_quantized(model, Path(path), config=self.config.to_json())
 
     def load_quantized_model(self, path: str | Path, model: Any = None, *, device: Any = None) -> Any:
+        """Return the saved model, bit for bit. Unless it is from transformers, pass it newly built as `model`."""
         from crosstune.compat.torch_parts.replaced_folder import load_quantized, read_description
 
         saved = QuantizationMethod(read_description(Path(path))["config"]["method"])
@@ -196,25 +195,25 @@ class _TorchAdapter(_LibraryAdapter):
         return load_quantized(Path(path), model=model, device=torch_device(str(device or "cpu")))
 
 
-class BitsAndBytesAdapter(_TorchAdapter):
+class BitsAndBytesAdapter(QuantizationAdapter):
     """bitsandbytes: 4-bit NF4 or FP4, and 8-bit integers."""
 
     library = "bnb"
 
 
-class HQQAdapter(_TorchAdapter):
+class HQQAdapter(QuantizationAdapter):
     """HQQ: group-wise integers of 1, 2, 3, 4 and 8 bits."""
 
     library = "hqq"
 
 
-class QuantoAdapter(_TorchAdapter):
+class QuantoAdapter(QuantizationAdapter):
     """optimum-quanto: integers of 2, 4 and 8 bits, and 8-bit floats."""
 
     library = "quanto"
 
 
-class FallbackAdapter(_TorchAdapter):
+class FallbackAdapter(QuantizationAdapter):
     """Store linear layers in 16 bits without quantization, whatever method the configuration names."""
 
     library = "none"
@@ -227,7 +226,7 @@ class FallbackAdapter(_TorchAdapter):
         super().__init__(config)
 
 
-class MLXAdapter(_LibraryAdapter):
+class MLXAdapter(QuantizationAdapter):
     """Every method raises: MLX quantizes only MLX models. The error shows the command to use."""
 
     library = "mlx"

@@ -7,10 +7,15 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from crosstune.compat.backend_manager import Backend, BackendManager, estimate_batch, preferred_dtype
-from crosstune.compat.quantization_adapters import ADAPTERS, check_config, each_config, without_effect
+from crosstune.compat.quantization_adapters import (
+    ADAPTERS,
+    QuantizationAdapter,
+    check_config,
+    each_config,
+    without_effect,
+)
 from crosstune.compat.quantization_config import (
     DTYPES,
-    QuantizationAdapter,
     QuantizationConfig,
     QuantizationMethod,
     dtype_name,

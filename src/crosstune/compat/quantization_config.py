@@ -1,15 +1,13 @@
-"""Define QuantizationConfig, QuantizationMethod, and the interfaces of adapters and quantized layers."""
+"""Define QuantizationConfig, QuantizationMethod and the interface of quantized layers."""
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from crosstune.core.names import nearest
 
@@ -142,16 +140,7 @@ class QuantizationConfig:
         )
 
     def to_json(self) -> dict[str, Any]:
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        for name in ("compute_dtype", "storage_dtype"):
-            values[name] = dtype_name(values[name])
-        tables = {word: _read_overrides(word, value) for word, value in self.layer_configs.items()}
-        for table in tables.values():
-            if "method" in table:
-                table["method"] = _read_method(table["method"]).value
-            if "compute_dtype" in table:
-                table["compute_dtype"] = dtype_name(table["compute_dtype"])
-        return values | {"method": self.method.value, "layer_configs": tables}
+        return {name: _plain(value) for name, value in vars(self).items()}
 
 
 def method_for(library: str, bits: int) -> QuantizationMethod | None:
@@ -177,6 +166,15 @@ def dtype_name(dtype: Any) -> str | None:
         return None
     name = str(dtype).removeprefix("torch.")
     return _OTHER_NAMES.get(name, name)
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON: a method by its value, a dtype by its name."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, QuantizationMethod):
+        return value.value
+    return value if isinstance(value, (int, str, list, type(None))) else dtype_name(value)
 
 
 def _read_method(value: Any) -> QuantizationMethod:
@@ -205,54 +203,14 @@ def _read_overrides(word: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-class QuantizedLinear(ABC):
+@runtime_checkable
+class QuantizedLinear(Protocol):
     """A linear layer with a quantized weight. Every torch layer with these three methods is an instance."""
 
-    @abstractmethod
     def forward(self, x: Any) -> Any: ...
 
-    @abstractmethod
     def quantize_weights(self, weight: Any) -> None:
         """Quantize a dense weight and replace the layer's weight with it."""
 
-    @abstractmethod
     def dequantize_weights(self, dtype: Any = None) -> Any:
         """Return the weight as a dense matrix."""
-
-    @classmethod
-    def __subclasshook__(cls, other: type) -> Any:
-        if cls is not QuantizedLinear:
-            return NotImplemented
-        names = ("forward", "quantize_weights", "dequantize_weights")
-        return all(hasattr(other, name) for name in names) or NotImplemented
-
-
-class QuantizationAdapter(ABC):
-    """Quantizes models according to its configuration."""
-
-    def __init__(self, config: QuantizationConfig | None = None) -> None:
-        self.config = QuantizationConfig() if config is None else config
-        self.adjustments: list[str] = []
-        """Changes that `create_quantization_adapter` made to the requested configuration, with the reasons."""
-
-    @abstractmethod
-    def create_quantized_linear(
-        self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None
-    ) -> Any:
-        """Return a new quantized layer with torch's default initialization."""
-
-    @abstractmethod
-    def quantize_model(self, model: Any) -> Any:
-        """Replace the linear layers in place, on the model's device, and return the model."""
-
-    @abstractmethod
-    def prepare_model_for_training(self, model: Any, use_gradient_checkpointing: bool = False) -> Any:
-        """Freeze the model, so that adapters added to it can be trained."""
-
-    @abstractmethod
-    def save_quantized_model(self, model: Any, path: str | Path) -> None:
-        """Write a folder of safetensors and JSON."""
-
-    @abstractmethod
-    def load_quantized_model(self, path: str | Path, model: Any = None, *, device: Any = None) -> Any:
-        """Return the saved model, bit for bit. Unless it is from transformers, pass it newly built as `model`."""

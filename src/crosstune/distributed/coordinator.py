@@ -177,7 +177,7 @@ class Coordinator:
                 while not member.channel.inbox.empty():
                     message = member.channel.inbox.get()
                     if "report" in message:
-                        reports[node] = _read_report(member, message["report"])
+                        reports[node] = Report.from_json(message["report"])
                     has_failed = message.get("failed") == attempt or (
                         node in reports and reports[node].failures
                     )
@@ -193,16 +193,6 @@ class Coordinator:
     def _tell(self, message: Message) -> None:
         for member in self._members.values():
             member.channel.send(message)
-
-
-def _read_report(member: Member, data: object) -> Report:
-    try:
-        report = Report.from_json(data)
-    except ValueError:
-        report = Report(codes={})
-    if not set(range(member.first_rank, member.first_rank + member.num_local)) <= set(report.codes):
-        raise _RunEnded(lost(member.name, "it sent a report that cannot be read"))
-    return report
 
 
 def _refusal(problem: str, *, do: str) -> Outcome:

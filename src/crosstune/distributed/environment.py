@@ -31,7 +31,6 @@ _SLURM_PORTS_FROM, _NUM_SLURM_PORTS = 20_000, 12_000
 """Below the ports that Linux gives to outgoing connections."""
 _ADDRESS = re.compile(r"[A-Za-z0-9_.:%-]{1,253}")
 _SLURM_HOSTS = re.compile(r"([^\[\],]+)(?:\[([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)\])?([^\[\],]*)")
-_SLURM_TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 _NODE_COUNTS = ("NNODES", "GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 _LOCAL_COUNTS = ("LOCAL_WORLD_SIZE", "NPROC_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _START_BOTH = "start the processes with `crosstune train --world_size N` or torchrun, which set both"
@@ -238,8 +237,6 @@ def _slurm_ranks(environment: Environment) -> Ranks | None:
     num_nodes = _read_number(environment, nodes, low=1, default=1)
     node_rank = _read_number(environment, "SLURM_NODEID", default=0)
     local_rank = _read_number(environment, "SLURM_LOCALID", high=size - 1, default=0)
-    counts = _slurm_tasks(environment)
-    local_size = counts[node_rank] if node_rank < len(counts) else -(-size // num_nodes)
     # All processes of a job compute the same port, and other jobs are unlikely to.
     job = _read_number(environment, "SLURM_JOB_ID", high=_LARGEST_ID, default=0)
     step = _read_number(environment, "SLURM_STEP_ID", high=_LARGEST_ID, default=0)
@@ -248,7 +245,7 @@ def _slurm_ranks(environment: Environment) -> Ranks | None:
         rank=rank,
         size=size,
         local_rank=local_rank,
-        local_size=max(local_size, local_rank + 1),
+        local_size=max(-(-size // num_nodes), local_rank + 1),
         node_rank=node_rank,
         num_nodes=num_nodes,
         host=socket.gethostname(),
@@ -256,18 +253,6 @@ def _slurm_ranks(environment: Environment) -> Ranks | None:
         master_port=_read_port(environment, default=_SLURM_PORTS_FROM + (job * 7 + step) % _NUM_SLURM_PORTS),
         serves_store=rank == 0,
     )
-
-
-def _slurm_tasks(environment: Environment) -> list[int]:
-    """Return the number of tasks on each node; SLURM writes it as `4(x2),3`."""
-    name = _first_set(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    counts: list[int] = []
-    for entry in environment[name].split(",") if name else []:
-        match = _SLURM_TASKS.fullmatch(entry.strip())
-        if match is None:
-            raise _invalid(environment, name or "", "srun sets it to counts such as 4(x2),3")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
 
 
 def _slurm_master(environment: Environment) -> str:

@@ -94,9 +94,8 @@ class Processes:
         while None in self.codes():
             self._note_failures()
             elsewhere = should_stop(bool(self.failures))
-            again = (
-                self.signals.count(signal.SIGINT) > 1
-            )  # schedulers send several other signals for one stop
+            # Only SIGINT: schedulers send several other signals for one stop.
+            again = self.signals.count(signal.SIGINT) > 1
             self.hung = list(hangs())
             if self.hung or EXIT_HUNG in self.codes():
                 self.end(signal.SIGKILL)

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -33,72 +33,15 @@ NUM_STEPS = 3
 MAX_ROWS, MAX_EVALUATED, MAX_NEW_TOKENS = 2, 4, 8
 """The set of operators does not depend on the number of rows; two cover batching and gradient accumulation."""
 
-Row = dict[str, Any]
-"""An operator: its name, the place of its first call, what the device does with it, and its number of calls."""
 
+def emulate(
+    config: Config, *, machine: str | None = None, observers: Sequence[Observer] = ()
+) -> tuple[Plan, dict[str, Any]]:
+    """Load the model, evaluate, take a few steps and export the state on the CPU; record every operator. Write nothing.
 
-@dataclass(frozen=True, kw_only=True)
-class TrialRun:
-    """The part of the run that ran on this CPU."""
-
-    losses: tuple[float, ...]
-    evaluated: bool
-    num_answers: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The outcome of an emulated run: whether it works on the device, and the findings."""
-
-    emulated: str
-    title: str
-    plan: Plan
-    """The plan for the target machine; a shortened plan ran on this CPU."""
-    tried: TrialRun
-    torch_version: str
-    num_operators: int
-    num_calls: int
-    refused: Sequence[Row]
-    failing: Sequence[Row]
-    fallen_back: Sequence[Row]
-    custom: Sequence[Row]
-    conditions: Sequence[str]
-    not_checked: Sequence[str]
-
-    @property
-    def works(self) -> bool:
-        return not self.refused and not self.failing
-
-    def sentence(self) -> str:
-        if self.works:
-            slow = f", {len(self.fallen_back)} of its operators on the CPU" if self.fallen_back else ""
-            return f"this run should work on {self.title}{slow}"
-        first = (*self.refused, *self.failing)[0]
-        kind = f" in {first['what']}" if self.refused else f", {first['what']}"
-        return f"this run will not work on {self.title}: {first['operator']}{kind} at {first['where']}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "emulated": self.emulated,
-            "machine": self.plan.machine.name,
-            "works": self.works,
-            "verdict": self.sentence(),
-            **asdict(self.tried),
-            "operators": self.num_operators,
-            "calls": self.num_calls,
-            "refused": list(self.refused),
-            "failing": list(self.failing),
-            "fallen_back": list(self.fallen_back),
-            "custom_operators": list(self.custom),
-            "conditions": list(self.conditions),
-            "not_checked": list(self.not_checked),
-            "torch": self.torch_version,
-        }
-
-
-def emulate(config: Config, *, machine: str | None = None, observers: Sequence[Observer] = ()) -> Verdict:
-    """Load the model, evaluate, take a few steps and export the state on the CPU; record every operator. Write nothing."""
+    Return the plan for the target machine and a report. Its rows are operators: `operator`, `where` it was called first,
+    `what` the device does with it, and its number of `calls`.
+    """
     name = config.emulate
     assert name is not None
     screen = Observers(list(observers))
@@ -129,10 +72,11 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
         name, quantizer=plan.quantizer, environment=environment
     )
     tried = _run(_shorten(plan), model, recipe, watch, screen)
-    return _judge(name, device, plan, watch, tried)
+    return plan, _report(name, device, plan, watch) | tried
 
 
-def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Observers) -> TrialRun:
+def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Observers) -> dict[str, Any]:
+    """Run the shortened plan on this CPU."""
     started = time.perf_counter()
     screen.on_event(Loading(model=model.name))
     session: Any = open_session(plan, model, task=recipe.task(plan.engine))
@@ -160,38 +104,44 @@ def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Obs
             losses.append(take_step(session, window, lr=plan.config.lr).loss)
     with watch.during("checkpoint"):
         session.export_state()
-    return TrialRun(
-        losses=tuple(losses),
-        num_answers=len(evaluation.samples),
-        evaluated=bool(evaluation.metrics),
-        seconds=time.perf_counter() - started,
-    )
+    return {
+        "losses": losses,
+        "evaluated": bool(evaluation.metrics),
+        "num_answers": len(evaluation.samples),
+        "seconds": time.perf_counter() - started,
+    }
 
 
-def _judge(name: str, device: ModuleType, plan: Plan, watch: Any, tried: TrialRun) -> Verdict:
-    seen = watch.seen
-    conditions = [text for dtype, text in device.CONDITIONS.items() if dtype in seen.dtypes]
-    odd = sorted(str(dtype) for dtype in seen.dtypes - device.TESTED - device.REFUSED)
+def _report(name: str, device: ModuleType, plan: Plan, watch: Any) -> dict[str, Any]:
+    conditions = [text for dtype, text in device.CONDITIONS.items() if dtype in watch.dtypes]
+    odd = sorted(str(dtype) for dtype in watch.dtypes - device.TESTED - device.REFUSED)
     conditions += [f"{dtype} is not among the dtypes that torch tests on {device.TITLE}" for dtype in odd]
-
-    def rows(found: dict[Any, Row]) -> list[Row]:
-        return sorted(found.values(), key=lambda row: -row["calls"])
-
-    return Verdict(
-        emulated=name,
-        title=device.TITLE,
-        plan=plan,
-        tried=tried,
-        torch_version=version("torch"),
-        num_operators=len(seen.operators),
-        num_calls=sum(seen.operators.values()),
-        refused=list(seen.refused.values()),  # in order: the first may cause the others
-        failing=rows(seen.failing),
-        fallen_back=rows(seen.fallen_back),
-        custom=rows(seen.custom),
-        conditions=conditions,
-        not_checked=device.NOT_CHECKED,
+    failing, fallen_back, custom = (
+        sorted(found.values(), key=lambda row: -row["calls"])
+        for found in (watch.failing, watch.fallen_back, watch.custom)
     )
+    refused = list(watch.refused.values())  # in order: the first may cause the others
+    slow = f", {len(fallen_back)} of its operators on the CPU" if fallen_back else ""
+    verdict = f"this run should work on {device.TITLE}{slow}"
+    if first := next(iter((*refused, *failing)), None):
+        kind = f" in {first['what']}" if refused else f", {first['what']}"
+        verdict = f"this run will not work on {device.TITLE}: {first['operator']}{kind} at {first['where']}"
+    return {
+        "emulated": name,
+        "title": device.TITLE,
+        "machine": plan.machine.name,
+        "works": first is None,
+        "verdict": verdict,
+        "operators": len(watch.operators),
+        "calls": sum(watch.operators.values()),
+        "refused": refused,
+        "failing": failing,
+        "fallen_back": fallen_back,
+        "custom_operators": custom,
+        "conditions": conditions,
+        "not_checked": list(device.NOT_CHECKED),
+        "torch": version("torch"),
+    }
 
 
 def _shorten(plan: Plan) -> Plan:

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -40,22 +39,6 @@ Row = dict[str, Any]
 """An operator, where it was called first (`where`), what the device does with it (`what`), and its number of `calls`."""
 
 
-@dataclass
-class RecordedOperators:
-    """All recorded operators, each once."""
-
-    refused: dict[tuple[str, str], Row] = field(default_factory=dict)
-    """Results in a dtype that the device does not support."""
-    fallen_back: dict[str, Row] = field(default_factory=dict)
-    failing: dict[str, Row] = field(default_factory=dict)
-    """No kernel, and no fallback to the CPU."""
-    custom: dict[str, Row] = field(default_factory=dict)
-    """Operators of other libraries that have a kernel for the device."""
-    dtypes: set[torch.dtype] = field(default_factory=set)
-    operators: dict[str, int] = field(default_factory=dict)
-    """Operator -> calls."""
-
-
 class Watch:
     """Run code on the CPU and record the operators and dtypes that the emulated device does not support."""
 
@@ -65,7 +48,16 @@ class Watch:
         if part is not None and importlib.util.find_spec(part) is not None:
             importlib.import_module(part)
         self.falls_back = environment.get(self.device.FALLBACK, "0") != "0"
-        self.seen = RecordedOperators()
+        self.operators: dict[str, int] = {}
+        """Operator -> calls."""
+        self.refused: dict[tuple[str, str], Row] = {}
+        """Results in a dtype that the device does not support."""
+        self.fallen_back: dict[str, Row] = {}
+        self.failing: dict[str, Row] = {}
+        """No kernel, and no fallback to the CPU."""
+        self.custom: dict[str, Row] = {}
+        """Operators of other libraries that have a kernel for the device."""
+        self.dtypes: set[torch.dtype] = set()
         self.noted: set[torch.dtype] = set()
         """Result dtypes already recorded for the current call: its component operators do not count again."""
 
@@ -107,10 +99,10 @@ class Watch:
         self.noted |= dtypes
 
     def _note_dtype(self, operator: str, dtype: torch.dtype, where: Any) -> None:
-        self.seen.dtypes.add(dtype)
+        self.dtypes.add(dtype)
         if dtype in self.device.REFUSED:
             what = str(dtype).removeprefix("torch.")
-            count(self.seen.refused, (operator, what), operator, where, what=what)
+            count(self.refused, (operator, what), operator, where, what=what)
 
     def support(self, operator: Any) -> str:
         """Return the support of an operator; `own` for a kernel of another library."""
@@ -132,9 +124,9 @@ class Watch:
             why = "a view cannot share memory with the CPU"
         else:
             what = f"{self.device.FALLBACK}=1 runs it on the CPU, which is slow"
-            count(self.seen.fallen_back, name, name, where, what=what)
+            count(self.fallen_back, name, name, where, what=what)
             return
-        count(self.seen.failing, name, name, where, what=why)
+        count(self.failing, name, name, where, what=why)
 
 
 class _CurrentLayer:
@@ -203,15 +195,15 @@ class _Mode(TorchDispatchMode):
         self.layer.follow()
         if not self.outer:
             watch.noted = set()
-        watch.seen.operators[name] = watch.seen.operators.get(name, 0) + 1
+        watch.operators[name] = watch.operators.get(name, 0) + 1
         support, key = watch.support(func), None
         if support == "own":
             key = None if watch.device.is_present() else watch.device.KEY
-            count(watch.seen.custom, name, name, self._where, what=watch.device.OWN_KERNEL)
+            count(watch.custom, name, name, self._where, what=watch.device.OWN_KERNEL)
         elif support == "composite":
             key = _composite_key(name)
             if not name.startswith("aten::"):
-                count(watch.seen.custom, name, name, self._where, what=watch.device.COMPOSITE)
+                count(watch.custom, name, name, self._where, what=watch.device.COMPOSITE)
         elif support == "none":
             watch.note_missing(func, self._where)
         if key is None:

@@ -81,15 +81,10 @@ def axolotl_data(option: str) -> Convert:
                 return Missing("list a path for each dataset")
             if part := next((key for key in _PARTS if not is_off(item.get(key))), None):
                 return Missing(f"--dataset has no {part}; save the part as a file and pass --{option} FILE")
-            name = next(
-                (str(item[key]) for key in ("data_files",) if isinstance(item.get(key), str)), item["path"]
-            )
-            if isinstance(item.get("data_files"), list):
-                paths += map(str, item["data_files"])
-            else:
-                paths.append(name)
+            files = item.get("data_files") or item["path"]
+            paths += map(str, files) if isinstance(files, list) else [str(files)]
             split = str(item.get("split") or "train")
-            if split != "train" and option == "dataset" and not split.startswith("train"):
+            if option == "dataset" and not split.startswith("train"):
                 return Missing(
                     f"--dataset reads the training split, not {split}; save it as a file and pass it"
                 )
@@ -101,8 +96,9 @@ def axolotl_data(option: str) -> Convert:
                        "field_prompt": "prompt", "field": "text", "field_completion": "completion",
                        "field_label": "label", "field_system": "system"}  # fmt: skip
             for source in (item, kind if isinstance(kind, Mapping) else {}):
-                columns |= {str(source[key]): ours for key, ours in renames.items()
-                            if isinstance(source.get(key), str) and source[key] != ours}  # fmt: skip
+                columns |= {
+                    source[key]: ours for key, ours in renames.items() if isinstance(source.get(key), str)
+                }
         if given.get("dataset_exact_deduplication"):
             paths = list(dict.fromkeys(paths))
         if len(set(paths)) < len(paths):
@@ -112,14 +108,16 @@ def axolotl_data(option: str) -> Convert:
         found: dict[str, Any] = {option: ",".join(paths)}
         if option == "dataset":
             found |= {"dataset_format": "text"} if formats == {"text"} else {}
-            found |= (
-                {"columns": ",".join(f"{theirs}={ours}" for theirs, ours in columns.items())}
-                if columns
-                else {}
-            )
+            found |= rename_columns(columns)
         return found | ({"skip_eval": False} if option == "eval_dataset" else {})
 
     return convert
+
+
+def rename_columns(columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return the option that renames columns of the data; empty if all have their names."""
+    renamed = [f"{theirs}={ours}" for theirs, ours in columns.items() if theirs != ours]
+    return {"columns": ",".join(renamed)} if renamed else {}
 
 
 def axolotl_template(value: Any, given: Mapping[str, Any]) -> Found:
@@ -136,10 +134,6 @@ def named_template(value: Any, given: Mapping[str, Any]) -> Found:
     if is_off(value) or value in TEMPLATES or Path(str(value)).suffix in (".jinja", ".txt"):
         return {} if is_off(value) else {"chat_template": value}
     return Nothing("the model's own template is used; set --chat_template FILE if it is another")
-
-
-def factory_template(value: Any, given: Mapping[str, Any]) -> Found:
-    return Nothing("the model's own template is used; set --chat_template if it has none")
 
 
 def template_text(value: Any, given: Mapping[str, Any]) -> Found:
@@ -208,15 +202,11 @@ def factory_data(option: str) -> Convert:
                         "system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected",
                         "kto_tag": "label"}  # fmt: skip
                 for key, theirs in (entry.get("columns") or {}).items():
-                    if (
-                        key in ours
-                        and theirs != ours[key]
-                        and theirs not in ("conversations", "prompt", "response")
-                    ):
+                    if key in ours and theirs not in ("conversations", "prompt", "response"):
                         columns[str(theirs)] = ours[key]
         found: dict[str, Any] = {option: ",".join(paths)}
-        if columns and option == "dataset":
-            found["columns"] = ",".join(f"{theirs}={mine}" for theirs, mine in columns.items())
+        if option == "dataset":
+            found |= rename_columns(columns)
         return found | ({"skip_eval": False} if option == "eval_dataset" else {})
 
     return convert
@@ -246,8 +236,7 @@ def mlx_hub_data(value: Any, given: Mapping[str, Any]) -> Found:
     theirs.pop("test_split", None)
     if theirs.keys() - {"path", "name"} or not (whole and held_out):
         return Missing("--dataset reads the training split; save the part as a file and pass --dataset FILE")
-    renamed = [f"{name}={ours}" for name, ours in columns.items() if name != ours]
-    return {"dataset": value["path"], **({"columns": ",".join(renamed)} if renamed else {})}
+    return {"dataset": value["path"], **rename_columns(columns)}
 
 
 _TUNE_COLUMNS = {

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.schedule import SCHEDULES
-from crosstune.importing.values import Found, Missing, Noted, Nothing, is_off, last_part, optimizer, schedule
+from crosstune.importing.dataset_values import rename_columns
+from crosstune.importing.values import Found, Missing, Noted, Nothing, is_off, last_part, optimizer
 from crosstune.models.folder import folder_shape
 from crosstune.models.known_models import known_shape
 
@@ -18,10 +19,8 @@ _SMALL_START = 0.05
 def steps_per_epoch(value: Any, given: Mapping[str, Any]) -> Found:
     if is_off(value):
         return {}
-    return {
-        "max_steps": int(value) * int(given.get("epochs") or 1),
-        "num_epochs": int(given.get("epochs") or 1),
-    }
+    epochs = int(given.get("epochs") or 1)
+    return {"max_steps": int(value) * epochs, "num_epochs": epochs}
 
 
 def mlx_steps(value: Any, given: Mapping[str, Any]) -> Found:
@@ -31,36 +30,29 @@ def mlx_steps(value: Any, given: Mapping[str, Any]) -> Found:
 def mlx_val_batches(value: Any, given: Mapping[str, Any]) -> Found:
     if int(value) == 0:
         return {"skip_eval": True}
-    return (
-        {"eval_samples": int(value) * int(given.get("batch_size") or 4)}
-        if int(value) > 0
-        else {"eval_samples": 10**6}
-    )
+    return {"eval_samples": int(value) * int(given.get("batch_size") or 4) if int(value) > 0 else 10**6}
 
 
 def mlx_schedule(value: Any, given: Mapping[str, Any]) -> Found:
     if is_off(value):
         return {}
-    if not isinstance(value, Mapping) or value.get("name") not in (
-        "cosine_decay",
-        "linear_schedule",
-        "step_decay",
-    ):
-        return Missing(f"use --lr_scheduler {', '.join(SCHEDULES)}")
+    unknown = Missing(f"use --lr_scheduler {', '.join(SCHEDULES)}")
+    if not isinstance(value, Mapping):
+        return unknown
     arguments, start = value.get("arguments") or [], float(value.get("warmup_init") or 0.0)
     if start > _SMALL_START * float(next(iter(arguments), 0.0)):
         return Missing("the warm-up of crosstune begins at 0: remove warmup_init")
     found: dict[str, Any] = {"warmup_steps": int(value.get("warmup") or 0)}
     if start:
         found = Noted(found, f"the warm-up begins at 0, not at {start:g}")
-    if value["name"] == "cosine_decay" and arguments:
+    if value.get("name") == "cosine_decay" and arguments:
         peak, end = float(arguments[0]), float(arguments[2]) if len(arguments) > 2 else 0.0
         found |= {"lr_scheduler": "cosine", "lr": peak, "cosine_min_lr_ratio": end / peak}
         return found
-    if value["name"] == "linear_schedule" and len(arguments) > 1 and float(arguments[1]) == 0:
+    if value.get("name") == "linear_schedule" and len(arguments) > 1 and float(arguments[1]) == 0:
         found |= {"lr_scheduler": "linear", "lr": float(arguments[0])}
         return found
-    return Missing(f"use --lr_scheduler {', '.join(SCHEDULES)}")
+    return unknown
 
 
 def mlx_optimizer(value: Any, given: Mapping[str, Any]) -> Found:
@@ -91,22 +83,14 @@ def last_layers(value: Any, given: Mapping[str, Any]) -> Found:
         return Missing(
             f"--layers_to_transform lists the layers; mlx-lm trains the last {last}: with 28 layers, {28 - last}-27"
         )
-    return (
-        {}
-        if last >= shape.num_layers
-        else {"layers_to_transform": f"{shape.num_layers - last}-{shape.num_layers - 1}"}
-    )
-
-
-def adapter_file(value: Any, given: Mapping[str, Any]) -> Found:
-    return {} if is_off(value) else Missing("crosstune convert ADAPTER --to peft, then --base_adapter FOLDER")
+    if last >= shape.num_layers:
+        return {}
+    return {"layers_to_transform": f"{shape.num_layers - last}-{shape.num_layers - 1}"}
 
 
 def adapter_folder(value: Any, given: Mapping[str, Any]) -> Found:
     path = Path(str(value))
-    return (
-        {"output_dir": str(path.parent), "name": path.name} if path.parent != Path() else {"name": path.name}
-    )
+    return {"name": path.name} | ({"output_dir": str(path.parent)} if path.parent != Path() else {})
 
 
 def betas(value: Any, given: Mapping[str, Any]) -> Found:
@@ -139,26 +123,18 @@ def tune_optimizer(value: Any, given: Mapping[str, Any]) -> Found:
     return optimizer(name, given)
 
 
-def tune_schedule(value: Any, given: Mapping[str, Any]) -> Found:
-    return schedule(last_part(value), given)
-
-
 def tune_columns(value: Any, given: Mapping[str, Any]) -> Found:
     """Convert the column of conversations, or a mapping of torchtune's columns to those of the data."""
     ours = {
         "input": "prompt",
         "output": "completion",
-        "prompt": "prompt",
-        "chosen": "chosen",
-        "rejected": "rejected",
+        **{name: name for name in ("prompt", "chosen", "rejected")},
     }
     if is_off(value) or value in ("messages", "conversations"):
         return {}
-    columns = (
-        {str(value): "messages"} if isinstance(value, str) else {value[name]: ours[name] for name in value}
-    )
-    renamed = [f"{theirs}={mine}" for theirs, mine in columns.items() if theirs != mine]
-    return {"columns": ",".join(renamed)} if renamed else {}
+    if isinstance(value, str):
+        return {"columns": f"{value}=messages"}
+    return rename_columns({value[name]: ours[name] for name in value})
 
 
 def tune_loss(value: Any, given: Mapping[str, Any]) -> Found:
@@ -171,14 +147,6 @@ def tune_loss(value: Any, given: Mapping[str, Any]) -> Found:
 
 
 def tune_logger(value: Any, given: Mapping[str, Any]) -> Found:
-    names = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}
-    chosen = names.get(last_part(value))
-    return (
-        {"log_to": f"tqdm,{chosen}"}
-        if chosen
-        else Nothing("every step is in metrics.jsonl of the run folder")
-    )
-
-
-def compiled(value: Any, given: Mapping[str, Any]) -> Found:
-    return {"torch_compile": not is_off(value)}
+    if chosen := {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}.get(last_part(value)):
+        return {"log_to": f"tqdm,{chosen}"}
+    return Nothing("every step is in metrics.jsonl of the run folder")

@@ -32,7 +32,6 @@ class Missing(str):
 
 
 Found: TypeAlias = "Options | Missing | Nothing"
-OTHER_TRACKER = Missing("crosstune does not log there; `crosstune options log_to` lists the trackers")
 Convert: TypeAlias = Callable[[Any, Mapping[str, Any]], Found]
 """(value, all keys of the file) -> options."""
 
@@ -61,38 +60,10 @@ def is_off(value: Any) -> bool:
     return value in (None, False, 0, "", "no", "none", "None", "false", "False") or value in ([], {})
 
 
-def off(value: Any, given: Mapping[str, Any]) -> Found:
-    return {} if is_off(value) else Missing("crosstune has no counterpart")
-
-
-def only_empty(value: Any, given: Mapping[str, Any]) -> Found:
-    return {} if is_off(value) else Missing("set these as options of crosstune")
-
-
 def only_one(value: Any, given: Mapping[str, Any]) -> Found:
     if is_off(value) or value == 1:
         return {}
     return Missing("crosstune shards weights (--sharding_strategy), not layers or sequences")
-
-
-def off_switch(key: str) -> Convert:
-    """Return a rule for keys that only matter if `key` is on."""
-
-    def convert(value: Any, given: Mapping[str, Any]) -> Found:
-        if is_off(given.get(key)):
-            return Nothing(f"{key} is off")
-        return Missing("the reference of crosstune is the model before training")
-
-    return convert
-
-
-def consumed(key: str, option: str = "") -> Convert:
-    """Return a rule for a key that is read together with `key`; without it, the key sets `option`."""
-
-    def convert(value: Any, given: Mapping[str, Any]) -> Found:
-        return {option: value} if option else Nothing(f"read with {key}")
-
-    return convert
 
 
 def same_as(key: str, option: str) -> Convert:
@@ -154,7 +125,7 @@ def max_steps(value: Any, given: Mapping[str, Any]) -> Found:
 
 
 def schedule(value: Any, given: Mapping[str, Any]) -> Found:
-    name = _SCHEDULES.get(str(value), str(value))
+    name = _SCHEDULES.get(last_part(value), last_part(value))
     if name in ("polynomial", "cosine_with_restarts"):
         return Missing(
             f"--lr_scheduler {name} differs: power 2 or 3 cycles, but 1 in transformers; use cosine or linear"
@@ -207,16 +178,10 @@ def eval_strategy(value: Any, given: Mapping[str, Any]) -> Found:
     return {"skip_eval": False}
 
 
-def save_strategy(value: Any, given: Mapping[str, Any]) -> Found:
-    names = {"no": "the result is saved at the end", "false": "the result is saved at the end", "steps": "with save_steps",
-             "epoch": "a checkpoint is saved every --save_minutes and at the end", "best": "--keep_best"}  # fmt: skip
-    return Nothing(names.get(str(value).lower(), "checkpoints follow --save_steps and --save_minutes"))
-
-
 def recomputation(value: Any, given: Mapping[str, Any]) -> Found:
     if isinstance(value, Mapping) and set(value) <= {"use_reentrant"}:
         return {"reentrant_checkpointing": bool(value.get("use_reentrant", False))}
-    return only_empty(value, given)
+    return {} if is_off(value) else Missing("set these as options of crosstune")
 
 
 def weight_dtype(value: Any, given: Mapping[str, Any]) -> Found:
@@ -235,16 +200,8 @@ def report_to(value: Any, given: Mapping[str, Any]) -> Found:
     names = [value] if isinstance(value, str) else list(value or [])
     known = [name for name in names if name in plugin_names("crosstune.tracking.trackers")]
     if set(names) - {*known, "none", "all"}:
-        return OTHER_TRACKER
+        return Missing("crosstune does not log there; `crosstune options log_to` lists the trackers")
     return {"log_to": ",".join(["tqdm", *known])} if known else {}
-
-
-def resume(value: Any, given: Mapping[str, Any]) -> Found:
-    if is_off(value):
-        return {}
-    return Missing(
-        "a checkpoint of another trainer cannot be continued; start from its adapter with --base_adapter"
-    )
 
 
 def auto_resume(value: Any, given: Mapping[str, Any]) -> Found:
@@ -279,12 +236,6 @@ def fsdp(value: Any, given: Mapping[str, Any]) -> Found:
     return {"sharding_strategy": strategies[0] if strategies else "full_shard", **offload}
 
 
-def no_foreign_code(value: Any, given: Mapping[str, Any]) -> Found:
-    return Nothing(
-        "code from a model's repository is never run; transformers or mlx-lm must support the model"
-    )
-
-
 def targets(value: Any, given: Mapping[str, Any]) -> Found:
     """Convert names of layers, which select by the end of full names in crosstune too, or a regex for full names."""
     if is_off(value):
@@ -300,7 +251,9 @@ def init_lora(value: Any, given: Mapping[str, Any]) -> Found:
     name = str(value).lower()
     if name == "gaussian":
         return Missing("--init_lora default draws A uniformly")
-    return {"init_lora": names[name]} if name in names else off(value, given)
+    if is_off(value):
+        return {}
+    return {"init_lora": names[name]} if name in names else Missing("crosstune has no counterpart")
 
 
 def loftq(value: Any, given: Mapping[str, Any]) -> Found:
@@ -328,20 +281,6 @@ def quantization_bit(value: Any, given: Mapping[str, Any]) -> Found:
     return {} if is_off(value) else {"train_type": "qlora", "n_bits": int(value)}
 
 
-def freeze(value: Any, given: Mapping[str, Any]) -> Found:
-    if given.get("finetuning_type") != "freeze":
-        return Nothing("finetuning_type is not freeze")
-    return Missing("use --train_type llama_pro or lora")
-
-
-def context(value: Any, given: Mapping[str, Any]) -> Found:
-    return {} if is_off(value) else {"context_length": int(value)}
-
-
-def offloaded(value: Any, given: Mapping[str, Any]) -> Found:
-    return {"use_activation_cpu_offload": not is_off(value)}
-
-
 def trl_trainer(value: Any, given: Mapping[str, Any]) -> Found:
     if value == "reward":
         return {"recipe": "judge", "head": "scalar"}
@@ -365,15 +304,13 @@ def trl_trainer(value: Any, given: Mapping[str, Any]) -> Found:
     )
 
 
-def trl_beta(value: Any, given: Mapping[str, Any]) -> Found:
-    """Read `beta`, which in TRL's distillation chooses the divergence."""
-    return {"distill_beta" if given.get("trainer") in ("gkd", "distillation") else "beta": value}
+def distilled(option: str) -> Convert:
+    """Return a rule for a key that means another option in TRL's distillation."""
 
+    def convert(value: Any, given: Mapping[str, Any]) -> Found:
+        return {f"distill_{option}" if given.get("trainer") in ("gkd", "distillation") else option: value}
 
-def trl_temperature(value: Any, given: Mapping[str, Any]) -> Found:
-    return {
-        "distill_temperature" if given.get("trainer") in ("gkd", "distillation") else "temperature": value
-    }
+    return convert
 
 
 def peft_config(value: Any, given: Mapping[str, Any]) -> Found:

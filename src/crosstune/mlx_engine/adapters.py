@@ -1,4 +1,4 @@
-"""Add LoRA and DoRA adapters to frozen linear layers, and name the layers and arrays of a model."""
+"""Add LoRA and DoRA adapters to frozen linear layers and experts, and name the layers and arrays of a model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ from crosstune.core.errors import UserError
 from crosstune.core.names import natural_key
 from crosstune.core.protocols import Array
 from crosstune.core.weights import principal_factors
+from crosstune.mlx_engine.expert_adapters import (
+    Adapter,
+    ExpertAdapter,
+    adapt_experts,
+    expert_layers,
+    expert_stacks,
+    stack_of,
+)
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape
 from crosstune.models.adapter_choice import (
     ALL_LAYERS,
@@ -22,6 +30,7 @@ from crosstune.models.adapter_choice import (
     AdapterSettings,
     Layers,
     Targets,
+    check_start,
     choose_names,
     choose_saved,
     describe_left_out,
@@ -36,30 +45,33 @@ HEADS = ("lm_head", "embed_out", "output", "head")
 
 def add_adapters(
     model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, layers: Layers = ALL_LAYERS
-) -> dict[str, AdaptedLinear]:
-    """Freeze the model, add an adapter to each chosen linear layer, and return the adapters by canonical name."""
-    linears = linear_layers(model)
+) -> dict[str, Adapter]:
+    """Freeze the model, add an adapter to each chosen layer or stack of experts, and return the adapters by canonical name."""
+    linears, stacks = linear_layers(model), expert_stacks(model)
+    chosen = choose_targets(model, targets, dora=settings.magnitudes, layers=layers)
+    check_start(settings.start, list(stacks.keys() & chosen))
     kind = DoraLinear if settings.magnitudes else AdaptedLinear
-    adapters = {
+    adapters: dict[str, Adapter] = {
         name: kind(linears[name], name=name, settings=settings, seed=seed)
-        for name in choose_targets(model, targets, layers=layers)
+        for name in chosen
+        if name not in stacks
     }
     model.freeze()
     model.update_modules(tree_unflatten(list(adapters.items())))
     for adapter in adapters.values():
         adapter.base.freeze()
-    return adapters
+    for name in chosen:
+        if name in stacks:
+            adapters[name] = adapt_experts(model, name, stacks[name], settings=settings, seed=seed)
+    return {name: adapters[name] for name in chosen}
 
 
-class AdaptedLinear(nn.Module):
+class AdaptedLinear(Adapter):
     """y = base(x) + scale * B(A(dropout(x))). A and B are stored in fp32 and cast to the dtype of x."""
 
     def __init__(self, base: nn.Module, *, name: str, settings: AdapterSettings, seed: int) -> None:
-        super().__init__()
+        super().__init__(settings)
         self.base = base
-        self._scale = settings.scale
-        self._dropout = settings.dropout
-        self._stream: list[mx.array] = []
         self._start: list[tuple[Array, Array]] = []
         if settings.start != "pissa":
             a, b = settings.first_factors(name, linear_shape(base), seed=seed)
@@ -76,7 +88,7 @@ class AdaptedLinear(nn.Module):
         return out + self.low_rank(x, out.dtype)
 
     def low_rank(self, x: mx.array, dtype: mx.Dtype) -> mx.array:
-        low = self._drop(x).astype(dtype) @ self.lora_A.astype(dtype).T
+        low = self.drop(x).astype(dtype) @ self.lora_A.astype(dtype).T
         return low @ (self.lora_B * self._scale).astype(dtype).T
 
     def fold(self, weight: mx.array) -> mx.array:
@@ -94,20 +106,6 @@ class AdaptedLinear(nn.Module):
             return self.base
         a, b = map(mx.array, self.start)
         return dense_weight(self.base, mx.float32) + self._scale * (b @ a)
-
-    @property
-    def drops(self) -> bool:
-        return self._dropout > 0
-
-    def set_stream(self, key: mx.array | None) -> None:
-        """Set the random key of dropout, the same when the backward pass recomputes a layer; None turns dropout off."""
-        self._stream = [key] if key is not None else []
-
-    def _drop(self, x: mx.array) -> mx.array:
-        if not self._stream:
-            return x
-        kept = mx.random.bernoulli(1 - self._dropout, x.shape, key=self._stream[0])
-        return x * kept.astype(x.dtype) * (1 / (1 - self._dropout))
 
 
 class DoraLinear(AdaptedLinear):
@@ -137,39 +135,28 @@ class DoraLinear(AdaptedLinear):
         return mx.stop_gradient(mx.linalg.norm(added, axis=1))
 
 
-def choose_targets(model: nn.Module, targets: str, *, layers: Layers = ALL_LAYERS) -> list[str]:
-    """Return the linear layers that get an adapter; raise if the user specified experts."""
-    linears, experts = list(linear_layers(model)), expert_layers(model)
-    model_type = str(getattr(model, "model_type", "the model"))
-    if targets in ("all", "attention", "default") or not experts:
-        return choose_names(linears, targets, model=model_type, layers=layers)
-    parts = [target_name(name) for name in experts]
-    chosen = choose_names([*linears, *parts], targets, model=model_type, layers=layers)
-    named = [name for name in chosen if name in parts]
-    if named:
-        raise UserError(
-            f"MLX cannot adapt the experts of this model ({named[0]}).",
-            why="on MLX, crosstune adapts linear layers only, and mlx-lm stacks the weights of experts.",
-            do="use a torch backend, or --lora_target_modules attention",
-        )
-    return chosen
+def choose_targets(model: nn.Module, targets: str, *, dora: bool, layers: Layers = ALL_LAYERS) -> list[str]:
+    """Return the linear layers and the stacks of experts that get an adapter."""
+    return choose_names(
+        list(linear_layers(model)),
+        targets,
+        stacks=list(expert_stacks(model)),
+        dora=dora,
+        model=str(getattr(model, "model_type", "the model")),
+        layers=layers,
+    )
 
 
-def target_name(expert_layer: str) -> str:
-    """Return the torch engine's name for the weights of an expert layer."""
-    module, _, part = expert_layer.rpartition(".")
-    parent = module.rpartition(".")[0].replace(".block_sparse_moe", ".mlp")
-    return f"{parent}.experts.{'gate_up_proj' if part in ('gate_proj', 'up_proj') else part}"
-
-
-def warn_of_left_out(model: nn.Module, targets: str, *, quantized: bool, layers: Layers) -> list[str]:
+def warn_of_left_out(
+    model: nn.Module, targets: str, *, dora: bool, quantized: bool, layers: Layers
+) -> list[str]:
     """Return warnings about experts without adapters under `all`, about names that reach few blocks, and about experts that
     stay dense in a quantized base."""
     experts = expert_layers(model)
-    chosen = choose_targets(model, targets, layers=layers)
-    why = "MLX adapts linear layers; a torch backend adapts experts too"
+    chosen = choose_targets(model, targets, dora=dora, layers=layers)
+    why = "DoRA does not support experts" if dora else "they are no gate, up and down projections"
     if targets == "all":
-        warnings = describe_left_out(chosen, layers.choose(experts), why=why)
+        warnings = describe_left_out(chosen, layers.choose([*dict.fromkeys(map(stack_of, experts))]), why=why)
     else:
         warnings = describe_reach(chosen, layers.choose(list(linear_layers(model))), targets=targets)
     modules = dict(model.named_modules())
@@ -177,7 +164,7 @@ def warn_of_left_out(model: nn.Module, targets: str, *, quantized: bool, layers:
     if quantized and dense:
         warnings.append(
             f"quantizes linear layers only: {len(dense)} expert layers, such as {dense[0]}, stay dense "
-            "(a torch backend quantizes experts too)"
+            "(a torch backend quantizes experts too, and so does `crosstune convert MODEL --to mlx`)"
         )
     return warnings
 
@@ -218,12 +205,17 @@ def train_in_full(model: nn.Module, names: Sequence[str]) -> None:
         modules[module].unfreeze(recurse=False, keys=[array])
 
 
-def name_targets(
-    model: nn.Module, adapters: dict[str, AdaptedLinear], *, saved: Sequence[str] = ()
-) -> Targets:
+def name_targets(model: nn.Module, adapters: dict[str, Adapter], *, saved: Sequence[str] = ()) -> Targets:
     """Return the adapted layers and the arrays trained in full in the form of PEFT's settings."""
     without = [name for name in linear_layers(model) if name.removesuffix(".base") not in adapters]
-    found = name_for_peft(list(adapters), [], bare_layers=without, bare_stacks=expert_layers(model))
+    stacks = [name for name, adapter in adapters.items() if isinstance(adapter, ExpertAdapter)]
+    experts = dict.fromkeys(stack_of(name) for name in expert_layers(model))
+    found = name_for_peft(
+        [name for name in adapters if name not in stacks],
+        stacks,
+        bare_layers=without,
+        bare_stacks=[name for name in experts if name not in stacks],
+    )
     tied = {name: source for name, source in tied_parameters(model).items() if source in saved}
     modules = [name for name, _ in model.named_modules()]
     return replace(found, saved=name_saved([*saved, *tied], modules), tied=tied)
@@ -240,16 +232,6 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
         and not (name.rpartition(".")[0] in routed and name.rpartition(".")[2] in ROUTERS)
     }
     return dict(sorted(found.items(), key=lambda item: natural_key(item[0])))
-
-
-def expert_layers(model: nn.Module) -> list[str]:
-    """Return the names of layers with the stacked weights of several experts."""
-    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-
-    kinds = (SwitchLinear, QuantizedSwitchLinear)
-    return sorted(
-        (name for name, module in model.named_modules() if isinstance(module, kinds)), key=natural_key
-    )
 
 
 def is_head(name: str) -> bool:

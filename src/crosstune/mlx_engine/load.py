@@ -20,6 +20,7 @@ from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.core.out_of_memory import is_out_of_memory
 from crosstune.files.safetensors_header import read_header
 from crosstune.mlx_engine.adapters import linear_layers
+from crosstune.mlx_engine.expert_adapters import ExpertAdapter
 from crosstune.mlx_engine.quant.mlx import check_form
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape, quantize_layers
 from crosstune.models.folder import add_config_aliases, read_config_json, weight_files
@@ -164,9 +165,7 @@ def check_stored(folder: Path, trained: Mapping[str, Any], *, kind: str) -> None
     mlx-lm renames, stacks, transposes or scales the weights of some models on load; other tools would misread a result
     trained on those. `trained` maps names to arrays, or to layers with adapters. A few rows of each are compared.
     """
-    places = {
-        name: (path, entry) for path in weight_files(folder) for name, entry in read_header(path)[0].items()
-    }
+    places = _places(folder)
     changed = [name for name, what in trained.items() if not _is_stored(name, what, places)]
     if changed:
         raise UserError(
@@ -176,7 +175,23 @@ def check_stored(folder: Path, trained: Mapping[str, Any], *, kind: str) -> None
         )
 
 
-def _is_stored(name: str, what: Any, places: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> bool:
+_Places = Mapping[str, tuple[Path, Mapping[str, Any]]]
+
+
+def stored_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of each tensor in the files of a model folder."""
+    return {name: entry["shape"] for name, (_, entry) in _places(folder).items()}
+
+
+def _places(folder: Path) -> _Places:
+    return {
+        name: (path, entry) for path in weight_files(folder) for name, entry in read_header(path)[0].items()
+    }
+
+
+def _is_stored(name: str, what: Any, places: _Places) -> bool:
+    if isinstance(what, ExpertAdapter):
+        return _are_stored(name, what, places)
     array = what if isinstance(what, mx.array) else what.weight
     if name not in places:
         return False
@@ -191,13 +206,45 @@ def _is_stored(name: str, what: Any, places: Mapping[str, tuple[Path, Mapping[st
     if not same_shape:
         return False
     if isinstance(what, mx.array):
-        found = np.array(array[mx.array(rows)].astype(mx.float32))
+        found = array[mx.array(rows)].astype(mx.float32)
     else:
-        found = np.array(dense_weight(what, mx.float32, mx.array(rows)))
-    size = float((stored * stored).sum())
-    if array.dtype == mx.uint32:  # quantized: equal up to the quantization error
-        return abs(float((found * stored).sum()) - size) <= _QUANTIZATION_ERROR.get(what.bits, 0.05) * size
-    return bool(np.allclose(found, stored, rtol=1e-2, atol=1e-2 * float(np.abs(stored).max(initial=0.0))))
+        found = dense_weight(what, mx.float32, mx.array(rows))
+    return _agree(found, stored, what)
+
+
+def _are_stored(name: str, adapter: ExpertAdapter, places: _Places) -> bool:
+    """Compare the first and the last expert with the files. gpt-oss' packed experts are not compared."""
+    if f"{name}_blocks" in places:
+        return True
+    weights = adapter.weights_in(name, {each: entry["shape"] for each, (_, entry) in places.items()})
+    experts = np.array([0, adapter.num_experts - 1])
+    for stored_name, weight in weights.items():
+        path, entry = places[stored_name]
+        if weight.expert is not None and weight.expert not in experts:
+            continue
+        chosen = experts if weight.expert is None else experts[experts == weight.expert][:1]
+        rows = experts if weight.expert is None else np.arange(entry["shape"][0])
+        stored = read_rows(path, stored_name, rows)
+        if stored.dtype.kind != "f":  # packed bits
+            continue
+        stored = stored.swapaxes(-1, -2) if weight.transposed else stored
+        for part, layer in adapter.layers.items():
+            if weight.path not in (None, part):
+                continue
+            found = dense_weight(layer, mx.float32, mx.array(chosen)).reshape(-1, stored.shape[-1])
+            expected = stored[:, adapter.rows_of(part)] if weight.path is None else stored
+            if not _agree(found, expected.reshape(found.shape), layer):
+                return False
+    return bool(weights)
+
+
+def _agree(found: mx.array, stored: np.ndarray, layer: Any) -> bool:
+    """Compare weights with those in a file, up to the quantization error of the layer."""
+    values, size = np.array(found), float((stored * stored).sum())
+    if isinstance(layer, nn.Module) and "scales" in layer:
+        error = _QUANTIZATION_ERROR.get(layer.bits, 0.05)
+        return abs(float((values * stored).sum()) - size) <= error * size
+    return bool(np.allclose(values, stored, rtol=1e-2, atol=1e-2 * float(np.abs(stored).max(initial=0.0))))
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -205,7 +252,7 @@ def num_parameters(model: nn.Module) -> int:
     arrays = tree_flatten(model.parameters())
     total = sum(array.size for name, array in arrays if not name.endswith((".scales", ".biases")))
     for _, module in model.named_modules():
-        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+        if "scales" in module:
             total += module.weight.size * 32 // module.bits - module.weight.size
     return total
 

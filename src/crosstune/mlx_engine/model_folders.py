@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from crosstune.core.model_folders import (
     WeightForm,
     Written,
 )
-from crosstune.mlx_engine.adapters import AdaptedLinear
+from crosstune.mlx_engine.expert_adapters import Adapter, ExpertAdapter
 from crosstune.mlx_engine.load import (
     DTYPES,
     check_readable,
@@ -35,6 +36,7 @@ from crosstune.mlx_engine.load import (
     ignored_window,
     read_model,
     readable_errors,
+    stored_shapes,
 )
 from crosstune.mlx_engine.quant import mlx as quant_limits
 from crosstune.mlx_engine.quantized import dense_weight
@@ -130,8 +132,7 @@ class MlxFolders:
         modules = {
             name.removesuffix(".base"): module
             for name, module in session.model.named_modules()
-            if weights.quantization is not None
-            and isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
+            if weights.quantization is not None and "scales" in module
         }
         dtype = None if weights.dtype == "auto" else DTYPES[weights.dtype]
         trained = dict(tree_flatten(session.model.trainable_parameters()))
@@ -139,7 +140,8 @@ class MlxFolders:
         arrays = dense_arrays(
             weights.folder, adapters=session.adapters, saved=saved, modules=modules, dtype=dtype
         )
-        missing = [layer for layer in {*modules, *session.adapters} if f"{layer}.weight" not in arrays]
+        layers = {name for name, each in session.adapters.items() if not isinstance(each, ExpertAdapter)}
+        missing = [layer for layer in {*modules, *layers} if f"{layer}.weight" not in arrays]
         if missing:
             raise UserError(
                 f"{weights.folder} cannot be merged by MLX.",
@@ -229,12 +231,13 @@ def write_plain(source: Path, target: Path, *, dtype: str) -> None:
 def dense_arrays(
     folder: Path,
     *,
-    adapters: Mapping[str, AdaptedLinear],
+    adapters: Mapping[str, Adapter],
     saved: Mapping[str, mx.array],
     modules: Mapping[str, Any],
     dtype: mx.Dtype | None,
 ) -> dict[str, mx.array]:
     """Return the arrays of a folder with adapters merged, unevaluated; without `dtype` they keep theirs."""
+    experts = _expert_changes(folder, adapters)
     found: dict[str, mx.array] = {}
     for path in weight_files(folder):
         arrays: Any = mx.load(str(path))
@@ -248,9 +251,28 @@ def dense_arrays(
                 array = dense_weight(module, mx.float32)
             if layer in adapters and part == "weight":
                 array = adapters[layer].fold(array)
+            elif name in experts:
+                array = array.astype(mx.float32) + experts[name]()
             array = saved.get(name, array)
             floating = mx.issubdtype(array.dtype, mx.floating)
             found[name] = array.astype(dtype or kept) if floating else array
+    return found
+
+
+def _expert_changes(folder: Path, adapters: Mapping[str, Adapter]) -> dict[str, Callable[[], mx.array]]:
+    """Return functions for what adapters of experts add to the tensors of a folder."""
+    shapes = stored_shapes(folder)
+    found: dict[str, Callable[[], mx.array]] = {}
+    for name, adapter in adapters.items():
+        if isinstance(adapter, ExpertAdapter):
+            weights = adapter.weights_in(name, shapes)
+            if not weights:
+                raise UserError(
+                    f"{folder} cannot be merged by MLX.",
+                    why=f"it has no tensor for the experts of {name}, or they are quantized.",
+                    do="merge it on a machine with torch",
+                )
+            found |= {each: partial(adapter.change, weight) for each, weight in weights.items()}
     return found
 
 

@@ -14,7 +14,6 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
 from crosstune.mlx_engine.adapters import (
-    AdaptedLinear,
     add_adapters,
     choose_targets,
     saved_parameters,
@@ -22,6 +21,7 @@ from crosstune.mlx_engine.adapters import (
     train_in_full,
     warn_of_left_out,
 )
+from crosstune.mlx_engine.expert_adapters import Adapter, ExpertAdapter, expert_stacks
 from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, set_limits
 from crosstune.mlx_engine.load import (
@@ -39,7 +39,7 @@ from crosstune.mlx_engine.task import BuildContext, Gradients, HasOwnHead, Loss,
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
 from crosstune.mlx_engine.text_session import TextSession
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
-from crosstune.models.adapter_choice import AdapterSettings, Layers
+from crosstune.models.adapter_choice import AdapterSettings, Layers, check_start
 from crosstune.models.adapter_files import load_adapter
 from crosstune.models.folder import read_config_json
 from crosstune.process.ranks import SingleProcess
@@ -91,7 +91,10 @@ def open_session(
         if trained and not masters.arrays:
             raise nothing_to_train(type(model).__name__)
     if trained and isinstance(task, CausalLM):
-        layers = {f"{name}.weight": adapter.original() for name, adapter in adapters.items()}
+        layers = {
+            name if isinstance(adapter, ExpertAdapter) else f"{name}.weight": adapter.original()
+            for name, adapter in adapters.items()
+        }
         saved = {name: array for name, array in masters.published.items() if ".lora_" not in name}
         task.check_weights(model, layers | saved)
     kind = TextSession if is_text else MlxSession
@@ -116,7 +119,7 @@ def open_session(
     )
 
 
-def adapt(model: nn.Module, plan: Plan) -> dict[str, AdaptedLinear]:
+def adapt(model: nn.Module, plan: Plan) -> dict[str, Adapter]:
     """Add LoRA or DoRA adapters if the method uses them, and load the weights of --base_adapter."""
     config = plan.config
     if plan.method not in ("lora", "dora"):
@@ -177,7 +180,9 @@ def check_model(folder: Path, *, plan: Plan) -> list[str]:
     if plan.method in ADAPTER_METHODS:
         layers = Layers.from_config(plan.config)
         targets, quantized = plan.config.lora_target_modules, plan.quantizer != "none"
-        chosen = choose_targets(model, targets, layers=layers)
+        dora = plan.method == "dora"
+        chosen = choose_targets(model, targets, dora=dora, layers=layers)
+        check_start(plan.config.init_lora, list(expert_stacks(model).keys() & chosen))
         saved_parameters(model, plan.config, adapted=chosen)
-        return warn_of_left_out(model, targets, quantized=quantized, layers=layers)
+        return warn_of_left_out(model, targets, dora=dora, quantized=quantized, layers=layers)
     return []

@@ -32,12 +32,12 @@ def linear_shape(layer: Any) -> tuple[int, int]:
 
 
 def dense_weight(layer: Any, dtype: mx.Dtype, rows: mx.array | None = None) -> mx.array:
-    """Return the weight of a linear layer or embedding, quantized or not, or some of its rows, as a dense matrix."""
+    """Return the weight of a linear layer, an embedding or experts, quantized or not, or some of its rows, as a dense array."""
 
     def part(array: Any) -> Any:
         return array if rows is None or array is None else array[rows]
 
-    if not isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+    if "scales" not in layer:
         return part(layer.weight).astype(dtype)
     dense = mx.dequantize(
         part(layer.weight),

@@ -25,7 +25,8 @@ from crosstune.core.protocols import (
     SessionState,
 )
 from crosstune.core.weights import check_fit, kept_moments
-from crosstune.mlx_engine.adapters import AdaptedLinear, name_targets
+from crosstune.mlx_engine.adapters import name_targets
+from crosstune.mlx_engine.expert_adapters import Adapter
 from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, read_memory
 from crosstune.mlx_engine.load import DTYPES
@@ -50,7 +51,7 @@ class MlxSession:
     opening: BuildContext
     task: MlxTask
     model: nn.Module
-    adapters: dict[str, AdaptedLinear]
+    adapters: dict[str, Adapter]
     loss: Loss
     gradients: Gradients
     masters: Masters
@@ -215,11 +216,12 @@ class MlxSession:
 
     def _save_adapter(self, folder: Path) -> Path:
         saved = [name for name in self.masters.arrays if ".lora_" not in name]
+        targets = name_targets(self.model, self.adapters, saved=saved)
         save_adapter(
             folder,
             {name: np.array(array) for name, array in self.masters.arrays.items()},
             settings=AdapterSettings.from_config(self.plan.config, method=self.plan.method),
-            targets=name_targets(self.model, self.adapters, saved=saved),
+            targets=targets,
             base=self.opening.folder,
             base_name=self.opening.base_name,
             record={**changes_to_base(self.plan.config), **self._base_record()},
@@ -227,7 +229,7 @@ class MlxSession:
                 name: adapter.start for name, adapter in self.adapters.items() if adapter.start is not None
             },
         )
-        if not saved:  # mlx-lm's adapters have low-rank matrices only
+        if not (saved or targets.stacks):  # mlx-lm's adapters have low-rank matrices of single layers only
             to_mlx(folder, folder / "mlx")
         return folder
 

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.protocols import Array
-from crosstune.mlx_engine.adapters import AdaptedLinear
+from crosstune.mlx_engine.expert_adapters import Adapter
 from crosstune.mlx_engine.optimizer import put
 
 Arrays = Mapping[str, mx.array]
@@ -82,7 +82,7 @@ class Loss:
 class Gradients:
     """Compute loss and gradients of a model, compiled or not."""
 
-    def __init__(self, model: Any, loss: Loss, adapters: Sequence[AdaptedLinear], *, compiled: bool) -> None:
+    def __init__(self, model: Any, loss: Loss, adapters: Sequence[Adapter], *, compiled: bool) -> None:
         self.model = model
         self.loss = loss
         self.adapters = adapters

@@ -297,6 +297,16 @@ def name_for_peft(
     )
 
 
+def check_start(start: str, stacks: Sequence[str]) -> None:
+    """Raise for a value of --init_lora that stacks of experts do not support."""
+    if stacks and start != "default":
+        raise UserError(
+            f"--init_lora {start} cannot start the adapter of {min(stacks)}.",
+            why="it stacks the weights of several experts.",
+            do="use --init_lora default, or --lora_target_modules attention",
+        )
+
+
 def describe_left_out(chosen: Sequence[str], experts: Sequence[str], *, why: str = "") -> list[str]:
     """Return a warning if `all` leaves some experts without an adapter."""
     left = [name for name in experts if name not in chosen]

@@ -301,8 +301,7 @@ def _spell_positions(config: dict[str, Any]) -> dict[str, Any]:
     whole = rope.get("full_attention", rope)
     if isinstance(whole, dict) and "rope_theta" in whole:
         older["rope_theta"] = whole["rope_theta"]
-        if whole.get("rope_type", "default") != "default":
-            older["rope_scaling"] = whole
+        older["rope_scaling"] = whole if whole.get("rope_type", "default") != "default" else None
         if "partial_rotary_factor" in whole:
             older["partial_rotary_factor"] = whole["partial_rotary_factor"]
         if config.get("model_type") == "gpt_neox":

@@ -57,8 +57,6 @@ class Series:
     """The size of each point of a scatter plot."""
     key: str = ""
     """Key in metrics.jsonl of a curve with the value of each step; empty for other curves."""
-    window: int = 1
-    """Each point is the mean of this many points of the series before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +241,7 @@ def _with_smoothed(run: RunFiles, name: str, smoothing: float) -> list[Series]:
     label = "smoothed" if run.is_sampled else f"mean of {window} steps"
     return [
         Series(label="each step", points=points, look="faint", key=name),
-        Series(label=label, points=smooth(points, window=window), window=window),
+        Series(label=label, points=smooth(points, window=window)),
     ]
 
 

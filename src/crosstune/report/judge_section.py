@@ -40,6 +40,23 @@ def collect_judge_test(folder: Path) -> dict[str, Any] | None:
     report = read_json(folder / JUDGE_METRICS)
     if not report:
         return None
+    columns, rows = metric_table(report)
+    labels, confusion = _confusion(mapping(report.get("confusion")))
+    return {
+        "lead": compare_with_best(report),
+        "columns": columns,
+        "rows": rows,
+        "notes": [str(note) for note in listed(report.get("notes"))],
+        "num_items": int(number(report.get("num_items")) or 0),
+        "charts": [chart for chart in (_scatter(folder), _calibration(report)) if chart is not None],
+        "labels": labels,
+        "confusion": confusion,
+        "worst": [_worst(mapping(row)) for row in listed(report.get("worst"))],
+    }
+
+
+def metric_table(report: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, list[tuple[str, str]]]]]:
+    """Return the columns, the judge and each baseline, and a row for each metric: its title, and values with intervals."""
     columns = {"judge": report} | {
         name: mapping(each) for name, each in mapping(report.get("baselines")).items()
     }
@@ -53,18 +70,7 @@ def collect_judge_test(folder: Path) -> dict[str, Any] | None:
         if name in known
     ]
     unreadable = [(str(each.get("num_unreadable", "–")), "") for each in columns.values()]
-    labels, confusion = _confusion(mapping(report.get("confusion")))
-    return {
-        "lead": compare_with_best(report),
-        "columns": list(columns),
-        "rows": [*rows, ("unreadable verdicts", unreadable)],
-        "notes": [str(note) for note in listed(report.get("notes"))],
-        "num_items": int(number(report.get("num_items")) or 0),
-        "charts": [chart for chart in (_scatter(folder), _calibration(report)) if chart is not None],
-        "labels": labels,
-        "confusion": confusion,
-        "worst": [_worst(mapping(row)) for row in listed(report.get("worst"))],
-    }
+    return list(columns), [*rows, ("unreadable verdicts", unreadable)]
 
 
 def compare_with_best(report: Mapping[str, Any]) -> str:

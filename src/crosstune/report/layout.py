@@ -157,7 +157,6 @@ def chart_data(chart: Chart, *, num_buckets: int) -> dict[str, Any]:
                 "look": each.look,
                 "colour": each.colour,
                 "key": each.key,
-                "window": each.window,
                 "x": [at for at, _ in each.points],
                 "y": [None if value is None else _short(value / chart.divisor) for _, value in each.points],
             }

@@ -199,14 +199,8 @@ def _metric_change(
     )
 
 
-def totals(run: RunFiles, *, live: bool = False) -> list[Total]:
-    """Return steps, tokens, speed, memory and parameters, from the summary or else summed over the steps; with `live`, without
-    figures that change at each step."""
-    return [*([] if live else _progress(run)), *_sizes(run)]
-
-
-def _progress(run: RunFiles) -> list[Total]:
-    """Return steps, tokens and speed."""
+def totals(run: RunFiles) -> list[Total]:
+    """Return steps, tokens, speed, memory and parameters, from the summary or else summed over the steps."""
     steps, planned = number(run.summary.get("steps")), number(run.plan.get("num_steps"))
     done = run.last_step if steps is None else int(steps)
     found = [Total("Steps", show_count(done), f"of {planned:,.0f} planned" if planned else "")]
@@ -216,12 +210,6 @@ def _progress(run: RunFiles) -> list[Total]:
         found.append(Total("Tokens", show_count(tokens), detail))
     if (rate := speed(run)) is not None:
         found.append(Total("Speed", show_rate(rate)))
-    return found
-
-
-def _sizes(run: RunFiles) -> list[Total]:
-    """Return the peak memory and the number of parameters."""
-    found = list[Total]()
     if (peak := peak_memory(run)) is not None:
         sizes = (number(device.get("memory_total_bytes")) for device in devices(run))
         whole = min((size for size in sizes if size), default=None)
@@ -273,14 +261,14 @@ def devices(run: RunFiles) -> list[Mapping[str, Any]]:
     ]
 
 
-def lead_sentences(run: RunFiles, end: RunEnd, *, live: bool = False) -> list[str]:
-    """Describe the training, the change of the metrics, and the weights in the result; with `live`, without figures that
-    change at each step."""
-    sentences = (_trained(run, end, live=live), _changed(run, live=live), _result(run))
+def lead_sentences(run: RunFiles, end: RunEnd) -> list[str]:
+    """Describe the training, the change of the metrics, and the weights in the result; of a running run, without figures
+    that change at each step."""
+    sentences = (_trained(run, end), _changed(run, end), _result(run))
     return [sentence for sentence in sentences if sentence]
 
 
-def _trained(run: RunFiles, end: RunEnd, *, live: bool) -> str:
+def _trained(run: RunFiles, end: RunEnd) -> str:
     verb = {"finished": "Trained", "running": "Training"}.get(end.status, "Started training")
     parts = [f"{verb} {_model(run)}"]
     data = mapping(run.plan.get("data"))
@@ -288,7 +276,7 @@ def _trained(run: RunFiles, end: RunEnd, *, live: bool) -> str:
         counted = show_examples(data)
         parts.append(f"on {counted}{' of ' * bool(counted)}{Path(str(name)).name or name}")
     steps, planned = show_count(run.last_step).text, number(run.plan.get("num_steps"))
-    if live:
+    if end.status == "running":
         parts.append(f"for {planned:,.0f} steps" if planned else "")
     elif end.status == "finished" or not planned:
         parts.append(f"for {steps} step{'s' * (run.last_step != 1)}")
@@ -316,15 +304,16 @@ def _model(run: RunFiles) -> str:
     return f"{whole} with {METHODS.get(method, method)}{base}" if method else whole
 
 
-def _changed(run: RunFiles, *, live: bool) -> str:
+def _changed(run: RunFiles, end: RunEnd) -> str:
     """Describe how the evaluated metrics changed, or the training loss if nothing was evaluated since the start."""
     rows = evaluations(run)
     found = [text for row in rows if (text := _change_text(row))]
     if found:
         return f"On held-out data {' and '.join(found[:MAX_METRICS])}."
-    loss = None if live else training_loss(run)
+    running = end.status == "running"
+    loss = None if running else training_loss(run)
     said = _change_text(loss, label="the training loss") if loss is not None else ""
-    if rows or live:
+    if rows or running:
         return f"T{said[1:]}." if said else ""
     return f"No held-out data was evaluated{'; ' * bool(said)}{said}."
 

@@ -41,9 +41,8 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render(run: RunFiles, *, template: str = "page.html.jinja", draws: bool = True) -> str:
-    """Return the page as HTML; `cell.html.jinja` has only the result and the curves. Without `draws`, the curves and a running
-    run's figures of the last step are left out: they are shown live. A section with damaged records is replaced by a
-    warning."""
+    """Return the page as HTML; `cell.html.jinja` has only the result and the curves. Without `draws`, the curves are left out.
+    A section with damaged records is replaced by a warning."""
     problems = list(run.problems)
 
     def section(title: str, build: Callable[[], Any], default: Any = None) -> Any:
@@ -56,7 +55,6 @@ def render(run: RunFiles, *, template: str = "page.html.jinja", draws: bool = Tr
 
     data = mapping(run.plan.get("data"))
     end = section("Status", lambda: outcome.end_of(run), outcome.RunEnd("unknown"))
-    live = end.status == "running" and not draws
     charts = section("Charts", lambda: run_charts(run) if draws else [], [])
     samples = section("Samples", lambda: collect_samples(run))
     events = section("Events", lambda: facts.event_rows(run), [])
@@ -66,14 +64,14 @@ def render(run: RunFiles, *, template: str = "page.html.jinja", draws: bool = Tr
         run=run,
         end=end,
         verdicts=section("Verdicts", lambda: outcome.verdicts(run), []),
-        lead=section("Summary", lambda: outcome.lead_sentences(run, end, live=live), []),
+        lead=section("Summary", lambda: outcome.lead_sentences(run, end), []),
         samples=samples,
         lead_sample=lead_sample(samples) if samples else None,
         missing=[(name, MISSING_MEANS[name]) for name in missing],
         facts=section("Run", lambda: facts.header_facts(run), []),
         evaluations=section("Evaluation", lambda: outcome.evaluations(run), []),
-        training_loss=section("Training loss", lambda: None if live else outcome.training_loss(run)),
-        totals=section("Totals", lambda: outcome.totals(run, live=live), []),
+        training_loss=section("Training loss", lambda: outcome.training_loss(run)),
+        totals=section("Totals", lambda: outcome.totals(run), []),
         next_steps=section("Next", lambda: next_steps(run, end), []),
         charts=[chart for chart in charts if chart.values],
         absent_charts=[chart.title for chart in charts if not chart.values],

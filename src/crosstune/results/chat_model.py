@@ -74,21 +74,23 @@ class ChatModel:
         return self.continue_tokens(tokens, max_new_tokens=max_new_tokens, sampling=sampling)
 
     def encode(
-        self, conversations: Sequence[Sequence[Message]], places: Sequence[str]
+        self, conversations: Sequence[Sequence[Message]], places: Sequence[str], *, num_new: int = 1
     ) -> list[tuple[int, ...]]:
-        """Tokenize conversations. If some fill the model's context, raise a UserError with their entries in `places`."""
+        """Tokenize conversations. If the context has no room for `num_new` more tokens after some, raise a UserError with their
+        entries in `places`."""
         found = [tuple(encode_prompt(messages, self.tokenizer)) for messages in conversations]
         most = self.max_tokens or math.inf
-        long = [number for number, tokens in enumerate(found) if len(tokens) >= most]
+        long = [number for number, tokens in enumerate(found) if len(tokens) + num_new > most]
         if long:
             message = f"{places[long[0]]} is too long for this model."
             if len(long) > 1:
                 named = "; ".join(places[number].rstrip(",") for number in long[:_NAMED])
                 message = f"{len(long):,} prompts are too long for this model: {named}{' ...' * (len(long) > _NAMED)}"
+            answer = "an answer" if num_new == 1 else f"{num_new:,} new ones"
             raise UserError(
                 message,
-                why=f"{len(found[long[0]]):,} tokens leave no room for an answer in its context of {most:,}.",
-                do="shorten it (in a chat, /reset starts over), or use a model with a longer context",
+                why=f"{len(found[long[0]]):,} tokens leave no room for {answer} in its context of {most:,}.",
+                do="shorten it (in a chat, /reset starts over), lower --max_new_tokens, or use a model with a longer context",
             )
         return found
 

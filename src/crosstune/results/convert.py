@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ from crosstune.models.locate import ModelFolder, find_local
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization, stored_format
 from crosstune.models.staged import Unverified, check_out, staged
 from crosstune.models.weights import read_arrays
-from crosstune.results.export import Form, export
+from crosstune.results.export import export
 from crosstune.results.opened import (
     NOT_THE_ORIGINAL,
+    Form,
     Opened,
     Request,
     check_for_mlx,
@@ -39,7 +39,7 @@ from crosstune.results.opened import (
     read_logits,
     show_bytes,
 )
-from crosstune.results.verify import judge, make_prompts, refuse_unverified
+from crosstune.results.verify import make_prompts, refuse_unverified, report_agreement
 from crosstune.runs.trained_folder import Trained
 
 _PLAIN = ("none", "hf")
@@ -172,22 +172,16 @@ def _rewrite(request: ConvertRequest, source: _Source, out: Path, observer: Obse
     )
     with staged(out, need_bytes=engine.result_bytes(rewrite)) as stage:
         reference = engine.readable(source.start, view=stage.scratch / "reference")
-        errors = _check_original(request, source)
+        _check_original(request, source)
         expected = check_finite(read_logits(reference, opened), str(source.start))
-        before = read_logits(source.model.path, opened) if errors is not None else None
         on_bytes = show_bytes(observer, "convert", request.model)
         written = engine.rewrite_folder(stage.result, rewrite, scratch=stage.scratch, on_bytes=on_bytes)
         report = source.facts(request) | {"to": request.to, "dtype": stored_format(stage.result)}
         if written.errors is not None:
-            report["weights"] = {"after": written.errors}
             found = read_logits(stage.result, opened)
-            report["logits"] = {"after": measure_agreement(expected, found).to_json()}
-            if before is not None:
-                report["weights"]["before"] = errors
-                report["logits"]["before"] = measure_agreement(expected, before).to_json()
+            report |= {"weights": written.errors, "logits": measure_agreement(expected, found).to_json()}
         else:
             report |= _judge_result(opened, form, expected, stage.result) | {"warnings": written.warnings}
-            report |= _report_before(errors, expected, before)
         report |= source_record(source.start, result=stage.result) | {"original": record}
         write_json(stage.result / RECORD, {"converted": report})
         if "verified" in report:
@@ -197,16 +191,12 @@ def _rewrite(request: ConvertRequest, source: _Source, out: Path, observer: Obse
 
 def _export_to_mlx(request: ConvertRequest, source: _Source, out: Path, observer: Observer) -> dict[str, Any]:
     """Export a folder that torch reads to MLX, and compare the logits of both engines."""
-    opened, facts = source.opened, source.facts(request)
-    errors = _check_original(request, source)
-    if errors is not None:
-        expected, before = read_logits(source.start, opened), read_logits(source.model.path, opened)
-        facts |= _report_before(errors, expected, before)
+    _check_original(request, source)
     asked = Request(
         target=str(source.original or request.model), out=out, dtype=request.dtype, backend=request.backend
     )
     form = Form(to="mlx", bits=request.bits, group_size=request.group_size)
-    return export(asked, form, observer=observer, facts=facts)
+    return export(asked, form, observer=observer, facts=source.facts(request))
 
 
 def _open_source(request: ConvertRequest, observer: Observer) -> _Source:
@@ -255,28 +245,16 @@ def _choose_engine(request: ConvertRequest) -> str:
     return "mlx"
 
 
-def _check_original(request: ConvertRequest, source: _Source) -> Mapping[str, Any] | None:
-    """Return the error of the quantized weights relative to the original weights; raise if they are unrelated.
-
-    Return None without original weights, or if the engine cannot read the quantized weights.
-    """
+def _check_original(request: ConvertRequest, source: _Source) -> None:
+    """Raise if the quantized weights are unrelated to those of --original. Not every engine can read both."""
     engine, held, original = source.opened.engine, source.held, source.original
-    if original is None or held is None or engine.own_quantizer not in (None, held.spec.quantizer):
-        return None
-    errors = engine.weight_errors(source.model.path, original)
-    if errors["relative"] >= NOT_THE_ORIGINAL and not request.force:
-        why = f"the quantized weights differ by {errors['relative']:.2f} (relative) from them."
-        raise not_the_original(request.original or original, request.model, why=why)
-    return errors
-
-
-def _report_before(
-    errors: Mapping[str, Any] | None, expected: Logits, before: Logits | None
-) -> dict[str, Any]:
-    if errors is None or before is None:
-        return {}
-    agreement = measure_agreement(expected, before).to_json()
-    return {"before": {"weights": errors["relative"], "agreement": agreement}}
+    if request.original is None or request.force or original is None or held is None:
+        return
+    if engine.own_quantizer in (None, held.spec.quantizer):
+        errors = engine.weight_errors(source.model.path, original)
+        if errors["relative"] >= NOT_THE_ORIGINAL:
+            why = f"the quantized weights differ by {errors['relative']:.2f} (relative) from them."
+            raise not_the_original(original, request.model, why=why)
 
 
 def _judge_result(opened: Opened, form: WeightForm, expected: Logits, folder: Path) -> dict[str, Any]:
@@ -286,9 +264,9 @@ def _judge_result(opened: Opened, form: WeightForm, expected: Logits, folder: Pa
     agreement = measure_agreement(expected, checker.logits(folder, opened.prompts))
     report: dict[str, Any] = {"checked_by": checker.reader}
     if is_dense:
-        return report | judge(agreement, stored_format(folder), "fp32")
+        return report | report_agreement(agreement, stored_format(folder), "fp32")
     bits = str(form.bits) if form.bits != PLAIN_BITS else "bf16"
-    return report | {"n_bits": form.bits} | judge(agreement, bits)
+    return report | {"n_bits": form.bits} | report_agreement(agreement, bits)
 
 
 def _default_out(model: ModelFolder, form: WeightForm) -> Path:

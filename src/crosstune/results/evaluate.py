@@ -38,8 +38,6 @@ from crosstune.runs.trained_folder import Trained, find_trained
 _BOOTSTRAPS = 1000
 _FEWSHOT_SEED = 1234
 """The harness's own, so that numbers can be compared with its command line."""
-_SAME = ("side", "asked", "definition", "weights", "chat_template", "num_fewshot_asked", "limit", "precision")
-"""Fields that identify a result: the same request is not computed again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +77,7 @@ def evaluate(request: EvalRequest, *, observer: Observer) -> list[dict[str, Any]
         weights = weights_key(its, model)
         chat_model: ChatModel | None = None
         for asked, definition in tasks.items():
-            facts = {
+            facts = {  # they identify a result
                 "side": side,
                 "asked": asked,
                 "definition": definition,
@@ -89,7 +87,7 @@ def evaluate(request: EvalRequest, *, observer: Observer) -> list[dict[str, Any]
                 "limit": request.limit,
                 "precision": request.precision,
             }
-            rows = [row for row in kept if all(row.get(name) == facts[name] for name in _SAME)]
+            rows = [row for row in kept if row | facts == row]
             if rows:
                 message = f"{asked} ({side} training) is not computed again: its result is in {place}"
                 observer.on_event(Warned(message=message))
@@ -102,7 +100,9 @@ def evaluate(request: EvalRequest, *, observer: Observer) -> list[dict[str, Any]
                         precision=request.precision,
                         chats=False,
                     )
-                    _check_template(target, chat_model, request)
+                    if request.chat_template and chat_model.tokenizer.chat_template is None:
+                        do = "remove --chat, to evaluate with plain prompts"
+                        raise UserError(f"{target} has no chat template.", do=do)
                 with _open_journal(place, facts, observer) as journal:
                     show = _progress(observer, side, asked)
                     answers = Answers(journal, show)
@@ -225,11 +225,6 @@ def _explained(task: str) -> Iterator[None]:
             why=f"{type(error).__name__}: {error}",
             do="check the task's file, and for a task of the harness that its dataset can be downloaded",
         ) from error
-
-
-def _check_template(target: str, chat_model: ChatModel, request: EvalRequest) -> None:
-    if request.chat_template and chat_model.tokenizer.chat_template is None:
-        raise UserError(f"{target} has no chat template.", do="remove --chat, to evaluate with plain prompts")
 
 
 def _run_task(task: str, model: Any, index: Any, request: EvalRequest) -> Iterator[dict[str, Any]]:

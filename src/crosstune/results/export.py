@@ -10,17 +10,15 @@ import hashlib
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
-from crosstune.core.events import ModelProgress, Observer
+from crosstune.core.events import Observer
 from crosstune.core.logit_distance import check_finite, measure_agreement
-from crosstune.core.model_folders import PLAIN_BITS, DenseWeights, Rewrite, WeightForm
+from crosstune.core.model_folders import PLAIN_BITS, DenseWeights, Rewrite
 from crosstune.core.quantization import GGUF_PLAIN
-from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import write_json
 from crosstune.models.cache import install
 from crosstune.models.file_hashes import sha256_of_all, write_checksums
@@ -31,6 +29,7 @@ from crosstune.models.quantized_folder import dense_bytes, read_quantization, st
 from crosstune.models.staged import Stage, check_out, staged
 from crosstune.results.merge import DenseModel, merge_into, write_expanded
 from crosstune.results.opened import (
+    Form,
     Opened,
     Request,
     check_for_mlx,
@@ -41,45 +40,15 @@ from crosstune.results.opened import (
     read_logits,
     show_bytes,
 )
-from crosstune.results.run_rows import RunRows, read_run_rows
-from crosstune.results.verify import chat_problems, judge, refuse_unverified
+from crosstune.results.verify import VERDICT, chat_problems, refuse_unverified, report_agreement
 from crosstune.results.vllm import vllm_report
+from crosstune.runs.open_parts import show_progress
 from crosstune.runs.trained_folder import Trained
 
 FORMATS = ("hf", "mlx", "gguf", "ollama", "vllm")
 _NOT_FOR_MLX = (
     "do not use that folder: this mlx-lm computes the model differently; use --to hf, or try a newer mlx-lm"
 )
-_VERDICT = ("agreement", "bound", "verified")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """The format of an export. `bits` and `group_size` apply to MLX (16 bits: not quantized), `kind` to GGUF and Ollama."""
-
-    to: str
-    bits: int = PLAIN_BITS
-    group_size: int = 64
-    kind: str = "auto"
-    adapter_only: bool = False
-    """GGUF: write the adapter without its base."""
-    imatrix: bool = False
-    """GGUF: weight the quantization errors by the inputs of the layers on the run's training rows."""
-    max_kl: float | None = None
-    """GGUF: choose the smallest file with at most this KL divergence on the run's held-out rows."""
-
-    @property
-    def name(self) -> str:
-        """The suffix of folders in this format."""
-        if self.to == "mlx":
-            return self.mlx.name
-        kind = "auto" if self.max_kl is not None else "adapter" if self.adapter_only else self.kind
-        parts = (self.to, "" if kind == "auto" and self.max_kl is None else kind, "imatrix" * self.imatrix)
-        return "-".join(filter(None, parts))
-
-    @property
-    def mlx(self) -> WeightForm:
-        return WeightForm(quantizer="mlx", bits=self.bits, group_size=self.group_size, double=False)
 
 
 def export(
@@ -98,30 +67,11 @@ def export(
     if form.to == "mlx":
         warnings += check_for_mlx(request.target, opened.model.path, opened.prompts)
     if as_gguf:
-        from crosstune.models.gguf_writer import check_gguf
-        from crosstune.models.llama_cpp import require_llama_cpp
-        from crosstune.results.gguf_export import check_adapter_alone, check_importance, check_max_kl
-        from crosstune.results.gguf_search import REQUEST
+        from crosstune.results import gguf_export
 
-        if form.max_kl is not None:
-            check_max_kl(opened.trained, form.kind)
-        if form.imatrix:
-            check_importance(opened.trained, form.kind if form.max_kl is None else "q4_k_m")
-        warnings += check_gguf(opened.model.path, form.kind)
-        if not opened.engine.reads_gguf:
-            require_llama_cpp("Cannot check a GGUF file without torch.")
-        if form.adapter_only:
-            check_adapter_alone(opened.trained, opened.model.path)
-        required = "Cannot measure the importance of weights on the run's rows." if form.imatrix else ""
-        rows = read_run_rows(opened, observer, required=REQUEST if form.max_kl is not None else required)
-        if form.imatrix and not rows.train:
-            raise UserError(required, why="its recipe keeps no rows of tokens.", do="remove --imatrix")
-        if form.max_kl is not None and not rows.held_out:
-            raise UserError(
-                REQUEST, why="the run has no held-out rows.", do="choose a type, such as --gguf_type q6_k"
-            )
-        warnings += rows.warnings
-        write = functools.partial(_write_gguf, rows=rows)
+        rows, noted = gguf_export.check(opened, form, observer)
+        warnings += noted
+        write = functools.partial(gguf_export.write, rows=rows)
     out = request.out or opened.trained.result_path(form.name)
     is_file = out.suffix.lower() == ".gguf"
     if is_file and form.to != "gguf":
@@ -143,10 +93,9 @@ def export(
             report["original"] = original_record(opened.model, held, None)
         warnings += [*source.report.get("warnings", ()), *report.pop("said", ())]
         report |= {"to": form.to, "warnings": warnings, **(facts or {})}
-        problems = [
-            *report.pop("problems", ()),
-            *_chat_problems(opened, report.pop("reread", None if as_gguf else stage.result)),
-        ]
+        problems = list(report.pop("problems", ()))
+        if reread := report.pop("reread", None if as_gguf else stage.result):  # llama.cpp compares its own
+            problems += chat_problems(opened.tokenizer_folder, reread)
         write_json(stage.result / RECORD, {"exported": report})
         by_mlx = form.to == "mlx" and opened.engine.reader != report.get("checked_by")
         refuse_unverified(report | {"problems": problems}, out, do=_NOT_FOR_MLX if by_mlx else None)
@@ -155,11 +104,6 @@ def export(
             shutil.rmtree(stage.result)
             (stage.scratch / "file").rename(stage.result)
     return report | {"path": str(out)}
-
-
-def _chat_problems(opened: Opened, folder: Path | None) -> list[str]:
-    """Describe how the written tokenizer differs; a GGUF file that only llama.cpp reads is compared there."""
-    return [] if folder is None else chat_problems(opened.tokenizer_folder, folder)
 
 
 def _make_dense(stage: Stage, opened: Opened, request: Request, observer: Observer) -> DenseModel:
@@ -187,7 +131,9 @@ def _write_hf(
     if "agreement" in source.report:  # already compared after the merge
         return {}
     found = read_logits(stage.result, opened)
-    verdict = judge(measure_agreement(source.expected, found), opened.precision, stored_format(stage.result))
+    verdict = report_agreement(
+        measure_agreement(source.expected, found), opened.precision, stored_format(stage.result)
+    )
     return {"checked_by": opened.engine.reader} | verdict
 
 
@@ -205,51 +151,18 @@ def _write_mlx(
     plain = stored_format(source.folder)
     report = {"n_bits": form.bits, "checked_by": mlx.reader}
     if form.bits == PLAIN_BITS:
-        return report | judge(agreement, opened.precision, plain)
+        return report | report_agreement(agreement, opened.precision, plain)
     # Quantization error can hide a wrong conversion, so compare the unquantized model too.
     if by_mlx:
-        unquantized = {name: source.report[name] for name in _VERDICT}
+        unquantized = {name: source.report[name] for name in VERDICT}
     else:
         found = mlx.logits(view, opened.prompts)
-        unquantized = judge(measure_agreement(source.expected, found), opened.precision, plain)
+        unquantized = report_agreement(measure_agreement(source.expected, found), opened.precision, plain)
     problems = (
         [] if unquantized["verified"] else ["mlx-lm computes different logits even before quantization"]
     )
-    report |= judge(agreement, opened.precision, str(form.bits))
+    report |= report_agreement(agreement, opened.precision, str(form.bits))
     return report | {"unquantized": unquantized, "problems": problems, "said": said}
-
-
-def _write_gguf(
-    stage: Stage,
-    source: DenseModel,
-    opened: Opened,
-    form: Form,
-    observer: Observer,
-    *,
-    rows: RunRows,
-    title: str = "",
-) -> dict[str, Any]:
-    """Write a GGUF file, or an adapter as one; for Ollama also its Modelfile."""
-    from crosstune.results import gguf_export
-
-    if form.adapter_only:
-        return gguf_export.write_adapter_alone(stage, source, opened, observer, rows=rows)
-    report = gguf_export.write_model(
-        stage,
-        source,
-        opened,
-        observer,
-        kind=form.kind,
-        rows=rows,
-        weighted=form.imatrix,
-        max_kl=form.max_kl,
-        title=title,
-    )
-    if form.to == "ollama":
-        tokenizer = Tokenizer.from_folder(source.folder)
-        said = gguf_export.write_modelfile(stage.result, report["file"], tokenizer)
-        report["said"] = [*report.get("said", ()), *said]
-    return report
 
 
 def _command_for_vllm(
@@ -276,10 +189,6 @@ _HASHED = ("*.safetensors", "*.json", "*.jinja", "*.model")
 
 def cached_export(target: str, trained: Trained, model: ModelFolder, to: str, *, observer: Observer) -> Path:
     """Return the exported model folder, or the GGUF file, from the cache if its sources have not changed."""
-
-    def show(stage: str, done: int, total: int | None) -> None:
-        observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=target))
-
     key = weights_key(trained, model, to)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name_of(target, trained)).strip(".-") or "model"
     result = "model.gguf" if to == "gguf" else "model"
@@ -294,7 +203,7 @@ def cached_export(target: str, trained: Trained, model: ModelFolder, to: str, *,
         need_bytes=3 * dense_bytes(model.path, "auto"),
         source={"kind": "export", "form": to, "sha256": key},
         cache=cache_override(),
-        progress=show,
+        progress=show_progress(observer, target),
     )
     return folder / result
 

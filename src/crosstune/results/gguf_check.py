@@ -19,7 +19,7 @@ from crosstune.models.gguf_families import read_family
 from crosstune.models.gguf_tokenizer import find_kind, read_tokenizer
 from crosstune.results.opened import Opened, read_logits, show_rows
 from crosstune.results.run_rows import RunRows
-from crosstune.results.verify import judge
+from crosstune.results.verify import report_agreement
 
 NEW_TOKENS = 16
 _MUST = (
@@ -78,15 +78,12 @@ def check_in_llama_cpp(
     )
     show(len(prompts))
     encoded = tokenizer.rust.encode_batch(texts, add_special_tokens=False)
-    different = [
-        (place, text)
-        for place, (text, ours, theirs) in enumerate(zip(texts, encoded, answers.tokens, strict=True))
-        if ours.ids != theirs
-    ]
-    problems, warnings = [], []
-    for place, text in different:
-        ours, theirs = encoded[place].ids, answers.tokens[place]
-        sentence = f"{shown(text[:80])} has the tokens {theirs[:12]} in llama.cpp instead of {ours[:12]}"
+    problems, warnings, num_different = [], [], 0
+    for place, (text, ours, theirs) in enumerate(zip(texts, encoded, answers.tokens, strict=True)):
+        if ours.ids == theirs:
+            continue
+        num_different += 1
+        sentence = f"{shown(text[:80])} has the tokens {theirs[:12]} in llama.cpp instead of {ours.ids[:12]}"
         if place < len(built_in) or (place < len(texts) - len(_MAY) and not _is_rare(text)):
             problems.append(sentence)
         else:
@@ -99,14 +96,14 @@ def check_in_llama_cpp(
     by_table = ("fp16",) if family.activation.startswith("gelu") else ()
     formats = (opened.precision, bound_name(kind), *by_table)
     fixed, asked = answers.logits[: len(expected)], answers.logits[len(expected) :]
-    verdict = judge(measure_agreement(expected, fixed), *formats)
+    verdict = report_agreement(measure_agreement(expected, fixed), *formats)
     pairs = list(zip(starts, answers.continuations, strict=True))
     observer.on_event(Preparing(doing="computing the same answers with the trained model"))
     logits = read_logits(folder, replace(opened, prompts=[[*prompt, *made] for prompt, made in pairs]))
     rounding = verdict["agreement"]["max_abs"]
     if asked:
         own = [found[: len(prompt)] for found, (prompt, _) in zip(logits, pairs, strict=True)]
-        on_prompts = judge(measure_agreement(own, asked), *formats)
+        on_prompts = report_agreement(measure_agreement(own, asked), *formats)
         rounding = max(rounding, on_prompts["agreement"]["max_abs"])
         verdict["on_run_prompts"] = on_prompts
         if not on_prompts["verified"]:
@@ -124,11 +121,7 @@ def check_in_llama_cpp(
     if not explained and kind in exact:
         problems.append(f"a greedy answer differs: {same['difference']}")
     return verdict | {
-        "texts": {
-            "compared": len(texts),
-            "same": len(texts) - len(different),
-            "of_run": len(rows.texts),
-        },
+        "texts": {"compared": len(texts), "same": len(texts) - num_different, "of_run": len(rows.texts)},
         "answers": same,
         "problems": problems[:3],
         "warnings": [*(far if kl > _FAR_KL else ()), *warnings[:1]],

@@ -18,34 +18,69 @@ from crosstune.models import gguf, llama_cpp
 from crosstune.models.adapter_files import read_matrices
 from crosstune.models.folder import read_config_json
 from crosstune.models.gguf_families import read_family, tensor_name
-from crosstune.models.gguf_writer import Importance, write_adapter, write_gguf
+from crosstune.models.gguf_writer import Importance, check_gguf, write_adapter, write_gguf
 from crosstune.models.quantized_folder import read_quantization, stored_format
 from crosstune.models.staged import Stage
 from crosstune.results.gguf_check import bound_name, check_in_llama_cpp
 from crosstune.results.gguf_search import REQUEST, Search
 from crosstune.results.merge import DenseModel
-from crosstune.results.opened import Opened, read_logits, show_bytes
-from crosstune.results.run_rows import RunRows
-from crosstune.results.verify import judge
+from crosstune.results.opened import Form, Opened, read_logits, show_bytes
+from crosstune.results.run_rows import RunRows, read_run_rows
+from crosstune.results.verify import VERDICT, report_agreement
 from crosstune.runs.trained_folder import Trained
 
-_VERDICT = ("agreement", "bound", "verified")
+
+def check(opened: Opened, form: Form, observer: Observer) -> tuple[RunRows, list[str]]:
+    """Raise a UserError if the target cannot be written as GGUF; return the run's rows to check it with, and warnings."""
+    required = ""
+    if form.imatrix or form.max_kl is not None:
+        required = _check_measured(opened.trained, form)
+    warnings = check_gguf(opened.model.path, form.kind)
+    if not opened.engine.reads_gguf:
+        llama_cpp.require_llama_cpp("Cannot check a GGUF file without torch.")
+    if form.adapter_only:
+        _check_adapter_alone(opened.trained, opened.model.path)
+    rows = read_run_rows(opened, observer, required=required)
+    if form.imatrix and not rows.train:
+        raise UserError(required, why="its recipe keeps no rows of tokens.", do="remove --imatrix")
+    if form.max_kl is not None and not rows.held_out:
+        do = "choose a type, such as --gguf_type q6_k"
+        raise UserError(required, why="the run has no held-out rows.", do=do)
+    return rows, [*warnings, *rows.warnings]
 
 
-def write_model(
+def write(
     stage: Stage,
     source: DenseModel,
     opened: Opened,
+    form: Form,
     observer: Observer,
     *,
-    kind: str,
     rows: RunRows,
-    weighted: bool = False,
-    max_kl: float | None = None,
     title: str = "",
 ) -> dict[str, Any]:
-    """Write a GGUF file, and check it in llama.cpp or, without it, with transformers' and crosstune's readers. `rows` are the
-    run's rows, `title` is its final name; `weighted` measures an importance matrix, `max_kl` chooses the type."""
+    """Write a GGUF file, or an adapter as one; for Ollama also its Modelfile. `title` is the final name of the file."""
+    if form.adapter_only:
+        return _write_adapter_alone(stage, source, opened, observer, rows=rows)
+    report = _write_model(stage, source, opened, form, observer, rows=rows, title=title)
+    if form.to == "ollama":
+        tokenizer = Tokenizer.from_folder(source.folder)
+        report["said"] = [*report["said"], *write_modelfile(stage.result, report["file"], tokenizer)]
+    return report
+
+
+def _write_model(
+    stage: Stage,
+    source: DenseModel,
+    opened: Opened,
+    form: Form,
+    observer: Observer,
+    *,
+    rows: RunRows,
+    title: str,
+) -> dict[str, Any]:
+    """Write a GGUF file, and check it in llama.cpp or, without it, with transformers' and crosstune's readers."""
+    kind, max_kl, weighted = form.kind, form.max_kl, form.imatrix
     plain = stored_format(source.folder).replace("fp", "f")
     stage.result.mkdir()
     said = []
@@ -107,13 +142,13 @@ def _check_in_other_readers(
     """Compare the file in transformers and in crosstune's own reader, for a machine without llama.cpp."""
     observer.on_event(Preparing(doing=f"reading {file.name} in {opened.engine.reader}"))
     found = read_logits(stage.result, opened, gguf=file.name)
-    report = judge(measure_agreement(source.expected, found), opened.precision, bound_name(kind))
+    report = report_agreement(measure_agreement(source.expected, found), opened.precision, bound_name(kind))
     observer.on_event(Preparing(doing=f"reading {file.name} in crosstune"))
     reread = stage.scratch / "reread"
     reread.mkdir()
     gguf.convert(file, reread)
     again = measure_agreement(source.expected, read_logits(reread, opened))
-    own = judge(again, opened.precision, stored_format(reread), bound_name(kind))
+    own = report_agreement(again, opened.precision, stored_format(reread), bound_name(kind))
     problems = [] if own["verified"] else ["crosstune's own GGUF reader reads different weights"]
     return report | {
         "checked_by": opened.engine.reader,
@@ -123,7 +158,7 @@ def _check_in_other_readers(
     }
 
 
-def write_adapter_alone(
+def _write_adapter_alone(
     stage: Stage, source: DenseModel, opened: Opened, observer: Observer, *, rows: RunRows
 ) -> dict[str, Any]:
     """Write the adapter as a GGUF file, and check it in llama.cpp over its base model: it computes the merged model."""
@@ -149,7 +184,7 @@ def write_adapter_alone(
     return _with_llama_cpp({"kind": "f32", "file": name, "problems": [], "said": []}, checked)
 
 
-def check_adapter_alone(trained: Trained, base: Path) -> None:
+def _check_adapter_alone(trained: Trained, base: Path) -> None:
     """Raise a UserError if the adapter cannot be used without merging it in llama.cpp."""
     request = "The adapter cannot be written alone as GGUF."
     if trained.adapter is None:
@@ -183,31 +218,20 @@ def write_modelfile(folder: Path, file: str, tokenizer: Tokenizer) -> list[str]:
     return []
 
 
-def check_max_kl(trained: Trained, kind: str) -> None:
-    """Raise a UserError if the type cannot be chosen by --max_kl."""
-    if kind != "auto":
-        raise UserError(REQUEST, why=f"--gguf_type {kind} is the type.", do="use --gguf_type auto")
+def _check_measured(trained: Trained, form: Form) -> str:
+    """Raise a UserError if --imatrix or --max_kl cannot be used, or has no effect; return the first sentence of errors."""
+    searches, kind = form.max_kl is not None, form.kind
+    request = REQUEST if searches else "Cannot use --imatrix."
+    if searches and kind != "auto":
+        raise UserError(request, why=f"--gguf_type {kind} is the type.", do="use --gguf_type auto")
+    if not searches and kind in ("auto", *GGUF_PLAIN, "q8_0"):
+        why = f"it changes types of 6 bits or less, not {kind}."
+        raise UserError(request, why=why, do="add --gguf_type q4_k_m")
     if not trained.is_run:
-        raise UserError(
-            REQUEST,
-            why="the target is not a run, so it has no held-out rows to measure on.",
-            do="pass a run folder",
-        )
-    llama_cpp.require_llama_cpp(REQUEST)
-
-
-def check_importance(trained: Trained, kind: str) -> None:
-    """Raise a UserError if an importance matrix cannot be measured or has no effect."""
-    request = "Cannot use --imatrix."
-    if kind in ("auto", *GGUF_PLAIN, "q8_0"):
-        raise UserError(
-            request, why=f"it changes types of 6 bits or less, not {kind}.", do="add --gguf_type q4_k_m"
-        )
-    if not trained.is_run:
-        raise UserError(
-            request, why="the target is not a run, so it has no training rows.", do="pass a run folder"
-        )
+        why = f"the target is not a run, so it has no {'held-out' if searches else 'training'} rows."
+        raise UserError(request, why=why, do="pass a run folder")
     llama_cpp.require_llama_cpp(request)
+    return request
 
 
 def _measure_importance(
@@ -251,7 +275,7 @@ def _with_llama_cpp(report: dict[str, Any], checked: dict[str, Any]) -> dict[str
     """Add llama.cpp's verdict, problems and warnings to a report."""
     problems = [*report["problems"], *checked.pop("problems")]
     said = [*report["said"], *checked.pop("warnings")]
-    verdict = {"checked_by": "llama.cpp", **{each: checked[each] for each in _VERDICT}}
+    verdict = {"checked_by": "llama.cpp", **{each: checked[each] for each in VERDICT}}
     return report | verdict | {"problems": problems, "said": said, "llama_cpp": checked}
 
 
@@ -274,15 +298,8 @@ def _go_template(tokenizer: Tokenizer) -> tuple[str, str] | None:
     pieces, done = dict[str, tuple[str, str]](), ""
     for turn, now in zip(turns, whole, strict=True):
         before, found, after = now.removeprefix(done).partition(turn["content"])
-        if (
-            not now.startswith(done)
-            or not found
-            or pieces.setdefault(turn["role"], (before, after))
-            != (
-                before,
-                after,
-            )
-        ):
+        is_same = pieces.setdefault(turn["role"], (before, after)) == (before, after)
+        if not now.startswith(done) or not found or not is_same:
             return None
         done = now
     start = asked.removeprefix(done)

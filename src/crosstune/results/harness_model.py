@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,8 @@ def harness_model(chat_model: ChatModel, folder: Path, answers: Answers, *, batc
                 batch = [each.args for each in requests[place]]
                 return [
                     text
-                    for (_, settings), group in _grouped(batch)
-                    for text in self._generate(group, settings)
+                    for settings, group in itertools.groupby(batch, key=lambda each: each[1])
+                    for text in self._generate([prompt for prompt, _ in group], settings)
                 ]
 
             return answers.compute(len(requests), batch_size, answer)
@@ -135,13 +136,3 @@ def harness_model(chat_model: ChatModel, folder: Path, answers: Answers, *, batc
             ]
 
     return HarnessModel()
-
-
-def _grouped(batch: Sequence[tuple[str, Any]]) -> Iterator[tuple[tuple[str, Any], list[str]]]:
-    """Yield runs of neighboring requests with the same settings."""
-    group: list[str] = []
-    for number, (prompt, settings) in enumerate(batch):
-        group.append(prompt)
-        if number + 1 == len(batch) or batch[number + 1][1] != settings:
-            yield (prompt, settings), group
-            group = []

@@ -23,7 +23,7 @@ from crosstune.models.quantized_folder import (
 )
 from crosstune.models.staged import check_out, staged
 from crosstune.results.opened import Opened, Request, find_original, open_adapter, open_request, show_bytes
-from crosstune.results.verify import chat_problems, judge, refuse_unverified
+from crosstune.results.verify import chat_problems, refuse_unverified, report_agreement
 
 _INTO = ("original", "dequantized")
 _FAR_FROM_TRAINED = 0.1
@@ -92,9 +92,8 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
     stored = stored_format(folder)
     observer.on_event(Preparing(doing="comparing the merged model"))
     others = {name: weights for name, weights in choices.items() if name != into}
-    if stored in ("bf16", "fp16") and not trained.settings.get(
-        "modules_to_save"
-    ):  # these may have other shapes
+    # Modules trained in full may have other shapes.
+    if stored in ("bf16", "fp16") and not trained.settings.get("modules_to_save"):
         others["base"] = replace(choices[into], adapter=None)
     own, found = engine.variant_logits(folder, opened.prompts, others)
     report: dict[str, Any] = {
@@ -104,7 +103,7 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
         "dtype": stored,
         "checked_by": engine.reader,
     }
-    report |= judge(measure_agreement(expected, own), opened.precision, stored)
+    report |= report_agreement(measure_agreement(expected, own), opened.precision, stored)
     if trained.quantization is not None:
         report |= _report_costs(wanted, {into: own, **found}, into)
     if "base" in found:

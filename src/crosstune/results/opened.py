@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -12,9 +13,9 @@ from typing import Any
 from crosstune.config.load import load_config, make_config
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
-from crosstune.core.events import Evaluating, ModelProgress, Observer
+from crosstune.core.events import Evaluating, Observer
 from crosstune.core.logit_distance import Logits, Prompts
-from crosstune.core.model_folders import ModelFolders
+from crosstune.core.model_folders import PLAIN_BITS, ModelFolders, WeightForm
 from crosstune.core.quantization import QuantSpec
 from crosstune.models.folder import check_folder
 from crosstune.models.identity import identity, source_identity
@@ -22,7 +23,7 @@ from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import FolderQuantization, dense_shapes, read_quantization
 from crosstune.planner.gather import make_plan, plan_like, plan_over_quantized
 from crosstune.results.verify import make_prompts
-from crosstune.runs.open_parts import find_model, open_session
+from crosstune.runs.open_parts import find_model, open_session, show_progress
 from crosstune.runs.trained_folder import Trained, check_base, find_trained
 
 NO_ORIGINAL = "none"
@@ -42,6 +43,35 @@ class Request:
     base: str | None = None
     force: bool = False
     backend: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The format of an export. `bits` and `group_size` apply to MLX (16 bits: not quantized), `kind` to GGUF and Ollama."""
+
+    to: str
+    bits: int = PLAIN_BITS
+    group_size: int = 64
+    kind: str = "auto"
+    adapter_only: bool = False
+    """GGUF: write the adapter without its base."""
+    imatrix: bool = False
+    """GGUF: weight the quantization errors by the inputs of the layers on the run's training rows."""
+    max_kl: float | None = None
+    """GGUF: choose the smallest file with at most this KL divergence on the run's held-out rows."""
+
+    @property
+    def name(self) -> str:
+        """The suffix of folders in this format."""
+        if self.to == "mlx":
+            return self.mlx.name
+        kind = "auto" if self.max_kl is not None else "adapter" if self.adapter_only else self.kind
+        parts = (self.to, "" if kind == "auto" and self.max_kl is None else kind, "imatrix" * self.imatrix)
+        return "-".join(filter(None, parts))
+
+    @property
+    def mlx(self) -> WeightForm:
+        return WeightForm(quantizer="mlx", bits=self.bits, group_size=self.group_size, double=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +189,8 @@ def check_for_mlx(name: str, folder: Path, prompts: Prompts) -> list[str]:
 
 
 def show_bytes(observer: Observer, stage: str, name: str) -> Callable[[int, int], None]:
-    """Return a callback that reports progress to the observer."""
-
-    def show(done: int, total: int) -> None:
-        observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=name))
-
-    return show
+    """Return a callback that reports the finished bytes of a stage."""
+    return functools.partial(show_progress(observer, name), stage)
 
 
 def show_rows(observer: Observer, title: str, total: int, *, what: str) -> Callable[..., None]:

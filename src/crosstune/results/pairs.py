@@ -29,13 +29,12 @@ from crosstune.core.events import Observer, Warned
 from crosstune.core.intervals import wilson
 from crosstune.core.sampling import Sampling
 from crosstune.data.read.files import file_part
-from crosstune.data.render.rendering import encode_prompt
 from crosstune.files.journal import SUFFIX, Journal, file_stamps
 from crosstune.files.outputs import write_output
 from crosstune.recipes.judge.items import Item, Score, Scorer, answer_item, transcript
 from crosstune.recipes.judge.verdicts import is_number
 from crosstune.recipes.preference.read_pairs import read_preferences
-from crosstune.results.chat_model import ChatModel, open_chat_model
+from crosstune.results.chat_model import open_chat_model
 from crosstune.results.prompt_file import Prompt, json_line
 from crosstune.runs.judges import find_judge_scorer
 from crosstune.runs.trained_folder import find_trained
@@ -179,11 +178,13 @@ def _sample(request: MakeRequest, scorer: Scorer, observer: Observer, progress: 
         model = open_chat_model(
             request.model, observer=observer, backend=request.backend, precision=request.precision
         )
-        tokens = _encode(request, model)
+        talks = [prompt.messages for prompt in request.prompts]
+        places = [f"prompt {place} ({shown(transcript(talk))})" for place, talk in enumerate(talks, start=1)]
+        tokens = model.encode(talks, places, num_new=request.max_new_tokens)
         while (start := len(journal.rows)) < len(request.prompts):
             # a failing function fails before the long work
             count = 1 if scorer.runs_code and not start else -(-_BLOCK // request.num)
-            block = [tuple(prompt) for prompt in tokens[start : start + count]]
+            block = tokens[start : start + count]
             done = itertools.count(request.num * start)
             every = [prompt for prompt in dict.fromkeys(block) for _ in range(request.num)]
             found: dict[tuple[int, ...], list[Answer]] = defaultdict(list)
@@ -208,18 +209,6 @@ def _sample(request: MakeRequest, scorer: Scorer, observer: Observer, progress: 
             journal.add(rows)
         progress("answers", total, total)
     return journal
-
-
-def _encode(request: MakeRequest, model: ChatModel) -> list[list[int]]:
-    """Tokenize all prompts; raise if one does not fit into the context with its answer."""
-    tokens = [encode_prompt(prompt.messages, model.tokenizer) for prompt in request.prompts]
-    most, num_new = model.max_tokens or math.inf, request.max_new_tokens
-    if long := [place for place, one in enumerate(tokens) if len(one) + num_new > most]:
-        text = shown(transcript(request.prompts[long[0]].messages))
-        message = f"{len(long):,} prompts are too long, the first is prompt {long[0] + 1} ({text})."
-        why = f"{len(tokens[long[0]]):,} + {num_new:,} new tokens exceed the model's context of {most:,}."
-        raise UserError(message, why=why, do="remove the long prompts, or lower --max_new_tokens")
-    return tokens
 
 
 def _questions(request: MakeRequest, place: int, row: Row, scorer: Scorer) -> list[Item]:

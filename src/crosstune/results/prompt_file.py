@@ -103,14 +103,12 @@ def _has_pictures(row: Mapping[str, Any]) -> bool:
     """Return whether a row has pictures in a column or in a message."""
     if any(row.get(name) for name in COLUMNS):
         return True
-    turns: list[Any] = next(
-        (row[name] for name in ("messages", "prompt") if isinstance(row.get(name), list)), []
+    turns = row.get("messages", row.get("prompt"))
+    contents = (
+        [turn.get("content") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
     )
-    contents = [
-        turn["content"] for turn in turns if isinstance(turn, dict) and isinstance(turn.get("content"), list)
-    ]
-    parts = [part for content in contents for part in content if isinstance(part, dict)]
-    return any(part.get("type") in PICTURE_TYPES for part in parts)
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") in PICTURE_TYPES for part in parts)
 
 
 def _system(text: str) -> list[Message]:
@@ -129,8 +127,7 @@ class Conversation:
     turns: list[Message] = field(default_factory=list)
 
     def messages(self) -> list[Message]:
-        first = [{"role": "system", "content": self.system}] if self.system else []
-        return [*first, *self.turns]
+        return [*_system(self.system), *self.turns]
 
     def with_question(self, text: str) -> list[Message]:
         return [*self.messages(), {"role": "user", "content": text}]

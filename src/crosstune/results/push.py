@@ -46,7 +46,7 @@ class PushRequest:
     public: bool = False
 
 
-def check_request(request: PushRequest, trained: Trained) -> None:
+def check_push(request: PushRequest, trained: Trained) -> None:
     """Raise a UserError for a request that cannot be pushed."""
     if not HUB_ID.fullmatch(request.repo):
         raise UserError(f"{shown(request.repo)} is not a name on the hub.", do="pass --to ORG/NAME")

@@ -18,6 +18,8 @@ _PROMPTS = (
     "Turn on the light in the kitchen at seven, and play some music after that.",
     "Write three short sentences about the sea, one for each of the colours blue, green and grey.",
 )
+VERDICT = ("agreement", "bound", "verified")
+"""The keys of `report_agreement`."""
 _LONGEST_PROMPT = 512
 """A chat template may add any number of tokens."""
 
@@ -27,7 +29,7 @@ def make_prompts(folder: Path) -> list[list[int]]:
     return _encode_prompts(Tokenizer.from_folder(folder))
 
 
-def judge(agreement: Agreement, *formats: str) -> dict[str, Any]:
+def report_agreement(agreement: Agreement, *formats: str) -> dict[str, Any]:
     """Report the agreement and its bound, which depends on the coarsest dtype or quantization involved."""
     bound = max(BOUNDS.get(word.partition("_")[0] if word not in BOUNDS else word, 1.0) for word in formats)
     return {"agreement": agreement.to_json(), "bound": bound, "verified": agreement.relative <= bound}

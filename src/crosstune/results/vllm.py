@@ -31,12 +31,6 @@ def adapter_words(name: str, adapter: Path, *, rank: int) -> list[str]:
     return ["--enable-lora", "--max-lora-rank", str(limit), "--lora-modules", module]
 
 
-def tokenizer_words(trained: Trained, base: Path) -> list[str]:
-    """Return the option for a tokenizer that differs from the base model's."""
-    folder = trained.tokenizer_folder(base)
-    return [] if folder == base else ["--tokenizer", str(folder)]
-
-
 def vllm_report(trained: Trained, folder: Path) -> dict[str, Any]:
     """Return the command that serves the target, with warnings; raise a UserError with the reason why vLLM rejects it."""
     why = "" if trained.adapter is None else why_merged(trained)
@@ -52,8 +46,9 @@ def vllm_report(trained: Trained, folder: Path) -> dict[str, Any]:
     if trained.adapter is None:
         return {"command": command}
     name = trained.home.name if trained.home is not None else "adapter"
-    command += [*adapter_words(name, trained.adapter, rank=int(trained.settings["r"]))]
-    command += tokenizer_words(trained, folder)
+    command += adapter_words(name, trained.adapter, rank=int(trained.settings["r"]))
+    if (tokenizer := trained.tokenizer_folder(folder)) != folder:
+        command += ["--tokenizer", str(tokenizer)]
     warnings = []
     if trained.quantization is not None:
         warnings.append(

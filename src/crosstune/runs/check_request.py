@@ -45,7 +45,7 @@ from crosstune.recipes.sft import open_tokenizer
 from crosstune.runs.open_parts import with_rope
 from crosstune.runs.open_recipe import open_recipe
 from crosstune.runs.resume import ResumePoint, names_path, read_request, run_folder
-from crosstune.runs.resume_identity import check_base, identity_of_options
+from crosstune.runs.resume_identity import check_adapter_base, identity_of_options
 from crosstune.tracking.observe import check_trackers
 
 MAX_BYTES = 4 << 20
@@ -152,7 +152,7 @@ def check_plan(
                 if checked.data is not None and not checked.data.is_rough:
                     left = [each for each in checked.not_checked if not each.endswith(NOT_TOKENIZED)]
                     checked.not_checked[:] = left
-        elif not recipe.needs_base_model and recipe.check_data and not checked.is_missing(config.dataset):
+        elif recipe.check_data and not checked.is_missing(config.dataset):
             opened = open_recipe(plan.config, None, Observers())
             parameters = opened.describe().get("model_parameters")
             checked.own_model = OwnModel(
@@ -231,7 +231,7 @@ def check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
     adapter = plan.config.base_adapter
     if not adapter or plan.method not in ADAPTER_METHODS:
         return []
-    return check_base(
+    return check_adapter_base(
         Path(adapter).expanduser(), identity=identity(model.path)["sha256"], quantization=plan.quant_spec
     )
 

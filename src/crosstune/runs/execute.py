@@ -250,9 +250,8 @@ class Execution:
             return advised
         except SaveFailed as error:
             if not self.group.any(self._watch.look() is not None):
-                self.progress.status = (
-                    "failed"  # also if only the last checkpoint is missing: --resume auto starts anew
-                )
+                # Also if only the last checkpoint is missing: --resume auto starts anew.
+                self.progress.status = "failed"
                 return error
             self.progress.status = "stopped"
             self.checkpoints.last_step = 0  # the last step is in no checkpoint

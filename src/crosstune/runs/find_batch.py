@@ -26,20 +26,12 @@ from crosstune.runs.open_parts import open_session
 
 FILE = "batch_sizes"
 _MATTERS = (
-    *(
-        "model_name",
-        "recipe",
-        "train_type",
-        "quantization_backend",
-        "group_size",
-        "quant_type",
-        "double_quant",
-    ),
-    *("lora_rank", "lora_target_modules", "lora_dropout", "optimizer", "precision", "packing", "ema_decay"),
-    *("modules_to_save", "add_tokens", "teacher", "teacher_quantization", "teacher_top_k"),
-    *("use_gradient_checkpointing", "use_activation_cpu_offload", "use_flash_attention", "sharding_strategy"),
-    *("kernels", "base_precision"),
-    *("low_memory", "num_new_blocks", "train_on_prompt", "gradient_accumulation_steps", "rows_per_step"),
+    *("model_name", "recipe", "train_type", "quantization_backend", "group_size", "quant_type"),
+    *("double_quant", "lora_rank", "lora_target_modules", "lora_dropout", "optimizer", "precision"),
+    *("packing", "ema_decay", "modules_to_save", "add_tokens", "teacher", "teacher_quantization"),
+    *("teacher_top_k", "use_gradient_checkpointing", "use_activation_cpu_offload", "use_flash_attention"),
+    *("sharding_strategy", "kernels", "base_precision", "low_memory", "num_new_blocks", "train_on_prompt"),
+    *("gradient_accumulation_steps", "rows_per_step"),
 )
 """Options that affect the memory of a row or the number of rows searched."""
 
@@ -60,8 +52,7 @@ def find_batch_size(
         size, why = known, "found by an earlier search with these options on this machine"
     else:
         observer.on_event(Loading(model=f"{plan.config.model_name} (to find the batch size)"))
-        found = _search(plan, model=model, recipe=recipe, group=group)
-        size, why = found.batch_size, found.sentence()
+        size, why = _search(plan, model=model, recipe=recipe, group=group)
         if group.ranks.first:
             remember(FILE, key, {"batch_size": size})
     chosen = Adjustment(option="batch_size", requested="auto", used=size, reason=why, kind="choice")
@@ -69,8 +60,10 @@ def find_batch_size(
     return replace(config, batch_size=size, sources={**config.sources, "batch_size": "a search"})
 
 
-def _search(plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, group: Group) -> BatchSizeFound:
-    """Search with a separate session, so that the run is not affected."""
+def _search(
+    plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, group: Group
+) -> tuple[int, str]:
+    """Search with a separate session, so that the run is not affected; return the size and the reason for it."""
     config, report = plan.config, plan.backend
     group.activity.start("finding the batch size")
     task = recipe.task(plan.engine)
@@ -78,7 +71,7 @@ def _search(plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, gr
     trained = sum(math.prod(shape) for shape in session.trained_shapes().values())
     used = session.memory().used_bytes
     free = int(report.memory_free_bytes * plan.usable_bytes / max(1, report.memory_total_bytes))
-    found = BatchSearch(
+    search = BatchSearch(
         session=session,
         longest_batch=recipe.longest_batch,
         group=group,
@@ -90,10 +83,12 @@ def _search(plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, gr
             rows_per_step=config.rows_per_step,
             world_size=plan.world_size,
         ),
-    ).run()
-    del session
+    )
+    size = search.run()
+    reason = search.reason(size)
+    del session, search
     gc.collect()
-    return found
+    return size, reason
 
 
 def _key(plan: Plan, recipe: HasLongestRows) -> dict[str, Any]:
@@ -121,23 +116,6 @@ FINENESS = 8
 
 
 @dataclass(kw_only=True)
-class BatchSizeFound:
-    batch_size: int
-    num_tried: int
-    peak_bytes: int
-    """The peak of a pass with this size, including optimizer state."""
-    limit_bytes: int
-    at_most: int
-
-    def sentence(self) -> str:
-        """Return why the size was chosen."""
-        use = f"{self.peak_bytes / GIB:.2f} of {self.limit_bytes / GIB:.2f} GiB to use"
-        if self.batch_size >= self.at_most:
-            return f"found by {self.num_tried} real passes: the largest size searched for, {use}"
-        return f"found by {self.num_tried} real passes over the longest rows: {use}; more rows would not fit"
-
-
-@dataclass(kw_only=True)
 class BatchSearch:
     session: Session
     longest_batch: Callable[[int], Batch]
@@ -150,7 +128,7 @@ class BatchSearch:
     """Rows -> the peak bytes of their pass, for the sizes that fit."""
     _num_tried: int = 0
 
-    def run(self) -> BatchSizeFound:
+    def run(self) -> int:
         """Return the largest size that fits; raise OutOfMemory if one row does not fit."""
         good, size = 0, 1
         while size <= self.at_most and self._fits(size):
@@ -164,13 +142,15 @@ class BatchSearch:
                 good = middle
             else:
                 bad = middle
-        return BatchSizeFound(
-            batch_size=good,
-            num_tried=self._num_tried,
-            peak_bytes=self._tried[good] + self.reserve_bytes,
-            limit_bytes=self.limit_bytes,
-            at_most=self.at_most,
-        )
+        return good
+
+    def reason(self, size: int) -> str:
+        """Return why this size was chosen."""
+        peak = self._tried[size] + self.reserve_bytes
+        use = f"{peak / GIB:.2f} of {self.limit_bytes / GIB:.2f} GiB to use"
+        if size >= self.at_most:
+            return f"found by {self._num_tried} real passes: the largest size searched for, {use}"
+        return f"found by {self._num_tried} real passes over the longest rows: {use}; more rows would not fit"
 
     def _fits(self, size: int) -> bool:
         """Return True if a pass over this many rows fits in every process. All processes try the same sizes."""

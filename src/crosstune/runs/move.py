@@ -29,10 +29,15 @@ from crosstune.machines.probe import load_machine, probe_machine, typical_machin
 from crosstune.models.adapter_files import TOKENIZER_FILES
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
-from crosstune.runs import move_check
 from crosstune.runs.open_parts import find_base, open_session
 from crosstune.runs.open_recipe import open_recipe
-from crosstune.runs.restore import check_model, restored_config
+from crosstune.runs.restore import (
+    check_loss_change,
+    check_same_model,
+    compare_losses,
+    measure_loss,
+    restored_config,
+)
 from crosstune.runs.resume import FIRST_ADAPTER, pick_checkpoint
 from crosstune.runs.resume_identity import check_same, compare, identity_of
 
@@ -76,8 +81,8 @@ def move(
     if with_data and isinstance(here.recipe, HasPictures) and here.recipe.most_patches():
         with_data = False
         observer.on_event(Warned(message=_PICTURES_STAY))
-    packed = pack_files(here.plan.config, with_data=with_data)
-    members = _members(checkpoint, home, packed.files)
+    files, options = pack_files(here.plan.config, with_data=with_data)
+    members = _members(checkpoint, home, files)
     check_output(
         out, option="out", inputs=[*members.values()], overwrite=overwrite, streams=False, makes_folder=True
     )
@@ -88,7 +93,7 @@ def move(
         observer.on_event(adjustment.to_event())
     compared = _compare_locally(checkpoint, measured, to, observer, model_name)
     if compared is not None:
-        move_check.check(compared, allowed=force, flag="--force")
+        check_loss_change(compared, allowed=force, flag="--force")
     model = checkpoint.manifest.identity.get("model")
     facts = {
         "step": checkpoint.step,
@@ -101,7 +106,7 @@ def move(
         "run": home.name,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "model": model,
-        "options": packed.options,
+        "options": options,
     }
     num_bytes = write_archive(out, members, note)
     return facts | {
@@ -114,14 +119,14 @@ def move(
         "processes": int(checkpoint.manifest.options.get("world_size", 1)),
         "changes": [a.sentence() for a in there.adjustments if a.kind == "change"],
         "model": model if here.model is not None else None,
-        "data": sorted(packed.options),
+        "data": sorted(options),
     }
 
 
 def _open_side(checkpoint: Checkpoint, backend: str, observer: Observer, model_name: str | None) -> Side:
     plan = make_plan(restored_config(checkpoint, backend=backend, model_name=model_name))
     model = find_base(plan.config, checkpoint, observer)
-    check_model(checkpoint, model)
+    check_same_model(checkpoint, model)
     plan = make_plan(plan.config, machine=plan.machine, base=checkpoint.manifest.base_choice)
     return Side(plan=plan, model=model, recipe=open_recipe(plan.config, model, observer))
 
@@ -147,7 +152,7 @@ def _check_training(checkpoint: Checkpoint, side: Side) -> None:
 def _measure(checkpoint: Checkpoint, side: Side, *, like: LossMeasurement | None = None) -> LossMeasurement:
     session = open_session(side.plan, side.model, task=side.recipe.task(side.plan.engine))
     session.import_weights(result_weights(checkpoint.load()))
-    measured = move_check.measure(session, side.recipe, side.plan, step=checkpoint.step, like=like)
+    measured = measure_loss(session, side.recipe, side.plan, step=checkpoint.step, like=like)
     del session
     gc.collect()  # a model has reference cycles, and the next one needs its memory
     return measured
@@ -178,7 +183,7 @@ def _compare_locally(
     if to == measured.backend or to not in probe_machine(backends=[to]).available():
         return None
     side = _open_side(checkpoint, to, observer, model_name)
-    found = move_check.compare(measured, _measure(checkpoint, side, like=measured))
+    found = compare_losses(measured, _measure(checkpoint, side, like=measured))
     observer.on_event(LossCompared(comparison=found))
     return found
 
@@ -198,16 +203,9 @@ _PICTURES_STAY = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackedFiles:
-    files: Mapping[str, Path]
-    """Name in the folder `data` of the archive -> file."""
-    options: Mapping[str, Any]
-    """Option -> the place of its file or folder in the archive, or a list with an entry per data source."""
-
-
-def pack_files(config: Config, *, with_data: bool) -> PackedFiles:
-    """Return the local files of the options; hub and bundled data are not included."""
+def pack_files(config: Config, *, with_data: bool) -> tuple[dict[str, Path], dict[str, Any]]:
+    """Return the local files of the options by their names in the folder `data` of the archive; and by option the place of its
+    file or folder, or a list with an entry per data source. Hub and bundled data are not included."""
     files: dict[str, Path] = {}
     options: dict[str, Any] = {}
     for option in PACKED_OPTIONS:
@@ -226,7 +224,7 @@ def pack_files(config: Config, *, with_data: bool) -> PackedFiles:
         found = _files(names[0].name if names else value, prefix=option)
         files |= found
         options |= {option: _place(found)} if found else {}
-    return PackedFiles(files=files, options=options)
+    return files, options
 
 
 def _files(name: str, *, prefix: str) -> dict[str, Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 from crosstune.checkpoint.read import Checkpoint
 from crosstune.config.load import add_environment, cache_override
@@ -20,12 +21,18 @@ from crosstune.models.rope_scaling import scale_rope
 from crosstune.process.ranks import Group
 
 
-def find_model(config: Config, observer: Observer) -> ModelFolder:
-    """Find or fetch the model of --model_name."""
+def show_progress(observer: Observer, model: str) -> Callable[[str, int, int | None], None]:
+    """Return a callback that reports a stage, its finished bytes and its total to the observer."""
 
     def show(stage: str, done: int, total: int | None) -> None:
-        observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=config.model_name))
+        observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=model))
 
+    return show
+
+
+def find_model(config: Config, observer: Observer) -> ModelFolder:
+    """Find or fetch the model of --model_name."""
+    show = show_progress(observer, config.model_name)
     model = locate(config.model_name, cache=cache_override(), progress=show)
     if config.add_tokens:
         model = add_tokens(model, config.add_tokens, cache=cache_override(), progress=show)

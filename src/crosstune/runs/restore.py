@@ -1,8 +1,8 @@
-"""Restore a checkpoint: import its state into a resumed run, or open its model for measuring and exporting."""
+"""Restore a checkpoint: import its state into a resumed run, compare the loss after a move, open its model to export it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.errors import UserError
 from crosstune.core.events import Moved, Observer, Resumed, Warned
-from crosstune.core.protocols import CARRIED, Array, GeneratesBatches, Recipe, Session, SessionState
+from crosstune.core.loss_measurement import Comparison, LossMeasurement
+from crosstune.core.protocols import CARRIED, Array, Batch, GeneratesBatches, Recipe, Session, SessionState
 from crosstune.core.weights import result_weights
 from crosstune.loop.step import LossScale
 from crosstune.models.adapter_files import replace_tokenizer
@@ -25,15 +26,18 @@ from crosstune.models.identity import source_identity
 from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
 from crosstune.planner.gather import make_plan
-from crosstune.runs import move_check
 from crosstune.runs.open_parts import find_base, open_session
 from crosstune.runs.open_recipe import open_recipe
 from crosstune.runs.resume import ResumePoint, kept_options
+from crosstune.runs.resume_identity import quantization_name
 
 Moments = Mapping[str, Mapping[str, Array]]
 
 _PARTS = {"first_moment": "1", "second_moment": "2"}
 _SPARE_BYTES = 50_000_000
+NUM_BATCHES = 4
+BOUND, BOUND_REQUANTIZED = 0.02, 0.25
+"""Maximum relative change of the loss after a change of precision, and after requantizing the base."""
 
 
 def restore_session(
@@ -63,10 +67,10 @@ def restore_session(
     observer.on_event(Resumed(**point.facts(), engine=point.manifest.engine))
     before = point.manifest.backend
     if point.measured is not None:
-        here = move_check.measure(session, recipe, plan, step=point.step, like=point.measured)
-        compared = move_check.compare(point.measured, here)
+        here = measure_loss(session, recipe, plan, step=point.step, like=point.measured)
+        compared = compare_losses(point.measured, here)
         observer.on_event(Moved(comparison=compared))
-        move_check.check(compared, allowed="loss" in allowed)
+        check_loss_change(compared, allowed="loss" in allowed)
     elif before != plan.backend.name:
         message = f"the effect of the move from {before} was not measured; `crosstune move` measures it"
         observer.on_event(Warned(message=message))
@@ -128,7 +132,7 @@ def restored_config(checkpoint: Checkpoint, *, backend: str, model_name: str | N
     return make_config(**kept | {"backend": backend, "precision": precision})
 
 
-def check_model(checkpoint: Checkpoint, model: ModelFolder | None) -> None:
+def check_same_model(checkpoint: Checkpoint, model: ModelFolder | None) -> None:
     """Raise if the checkpoint was trained from a different base."""
     if model is None:  # the recipe builds its own
         return
@@ -149,7 +153,7 @@ def open_restored(
     config = restored_config(checkpoint, backend=backend, model_name=model_name)
     plan = make_plan(config, base=checkpoint.manifest.base_choice)
     model = find_base(plan.config, checkpoint, observer)
-    check_model(checkpoint, model)
+    check_same_model(checkpoint, model)
     # A causal language model opens without its data; a recipe's own model may depend on it.
     task = None if model is not None else open_recipe(plan.config, model, observer).task(plan.engine)
     session = open_session(plan, model, task=task)
@@ -179,3 +183,67 @@ def export_checkpoint(
             replace_tokenizer(Path(tokenizer).expanduser(), written)
         written.rename(stage.result)
     return {"path": str(out), "step": checkpoint.step, "checkpoint": str(checkpoint.folder)}
+
+
+def measure_loss(
+    session: Session, recipe: Recipe, plan: Plan, *, step: int, like: LossMeasurement | None = None
+) -> LossMeasurement:
+    """Measure the loss on a few steps: the steps of `like`, otherwise the next steps, or the first steps if the run is at
+    its end."""
+    last_step = recipe.num_steps()
+    windows: list[Sequence[Batch]] = []
+    if like is not None:
+        first_step = like.first_step
+        last = min(first_step + like.num_steps, last_step)
+        windows = [recipe.micro_batches(number) for number in range(first_step, last)]
+    else:
+        first_step = step if step < last_step else 0
+        while sum(map(len, windows)) < NUM_BATCHES and first_step + len(windows) < last_step:
+            windows.append(recipe.micro_batches(first_step + len(windows)))
+    result = session.evaluate([batch for window in windows for batch in window])
+    return LossMeasurement(
+        step=step,
+        first_step=first_step,
+        num_steps=len(windows),
+        loss=result.loss,
+        num_supervised=result.weight,
+        backend=plan.backend.name,
+        precision=plan.precision,
+        quantization=quantization_name(plan),
+    )
+
+
+def compare_losses(there: LossMeasurement, here: LossMeasurement) -> Comparison:
+    """Compare the losses before and after a move."""
+    bound = BOUND if there.quantization == here.quantization else BOUND_REQUANTIZED
+    difference = abs(here.loss - there.loss) / max(abs(there.loss), 1e-12)
+    same_rows = there.num_supervised == here.num_supervised
+    return Comparison(
+        there=there,
+        here=here,
+        difference=difference,
+        bound=bound,
+        within=difference <= bound and same_rows,
+        same_rows=same_rows,
+    )
+
+
+def check_loss_change(compared: Comparison, *, allowed: bool, flag: str = "--allow_mismatch loss") -> None:
+    """Raise if the move changes the loss by more than the bound, unless `allowed`; the error suggests `flag`."""
+    if compared.within or allowed:
+        return
+    there, here = compared.there, compared.here
+    if not compared.same_rows:
+        raise UserError(
+            "The effect of the move cannot be measured.",
+            why=f"the same steps have {there.num_supervised:,} supervised tokens on {there.backend} and "
+            f"{here.num_supervised:,} on {here.backend}.",
+            do=f"continue with the number of steps, data and rows per step of the run, or add {flag}",
+        )
+    raise UserError(
+        "The move changes the model too much.",
+        why=f"the same batches have a loss of {there.loss:.6f} on {there.backend} ({there.terms()}) and "
+        f"{here.loss:.6f} on {here.backend} ({here.terms()}): {compared.difference:.2%} apart, "
+        f"and {compared.bound:.0%} is allowed.",
+        do=f"use the same precision and bits on both sides, or add {flag} to continue anyway",
+    )

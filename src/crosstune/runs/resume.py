@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.checkpoint.archive import read_note, read_unpacked_note, unpack_archive
-from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, step_of
+from crosstune.checkpoint.folders import FOLDER, checkpoint_folders
 from crosstune.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
 from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_checkpoint
 from crosstune.config.load import make_config
@@ -329,13 +329,6 @@ def _newest(root: Path, observer: Observer, *, hashes: bool) -> Checkpoint | Non
     found = newest_valid(root, on_damaged=damaged.append, hashes=hashes)
     for error in damaged:
         observer.on_event(Warned(message=f"skipped: {error.message} {error.why}"))
-    not_folders = [path for path in root.iterdir() if step_of(path) is not None] if root.is_dir() else []
-    if found is None and not damaged and not_folders:
-        raise UserError(
-            f"{not_folders[0]} is not a folder.",
-            why="a link or file in place of a checkpoint is not followed.",
-            do="put the folder itself there, or pass its path with --resume PATH",
-        )
     if found is None and damaged:
         raise UserError(
             f"None of the {len(damaged)} checkpoints in {root} is intact.",

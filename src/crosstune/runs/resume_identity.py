@@ -198,7 +198,7 @@ def changed_options(
     ]
 
 
-def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) -> list[str]:
+def check_adapter_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) -> list[str]:
     """Raise if an adapter was trained on a different base; return a warning if the base is quantized differently.
 
     Adapters of other tools have no record to check. The unquantized layers are not compared: a new run chooses them.

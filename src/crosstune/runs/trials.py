@@ -41,7 +41,7 @@ runpy.run_module("crosstune", run_name="__main__", alter_sys=True)
 """
 
 
-def check_request(config: Config, *, kind: str) -> tuple[Plan, RequestCheck]:
+def check_trial_request(config: Config, *, kind: str) -> tuple[Plan, RequestCheck]:
     """Plan the options as `train` does, and raise its problems; reject --resume and --emulate. `kind` is ladder or sweep."""
     if names_path(config):
         raise UserError(
@@ -81,9 +81,7 @@ def check_same_request(folder: Path, request: Mapping[str, Any], *, kind: str) -
             )
         if (folder / "trials").is_dir():
             remove_folder(folder / "trials")
-    elif folder.is_dir() and any(
-        path.name[0] != "." for path in folder.iterdir()
-    ):  # a kill may leave hidden files
+    elif folder.is_dir() and any(folder.glob("[!.]*")):  # a kill may leave hidden files
         raise UserError(f"{folder} exists and is not a {kind}.", do="use a different --name")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, dict(request))

@@ -21,21 +21,30 @@ _GPU_SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
-    """A model for an engine server, and the settings of the server."""
+class Prepared:
+    """The files of a model, ready for an engine."""
 
     name: str
     path: Path
     """A model folder, or a GGUF file for llama.cpp."""
+    context: int | None
+    """The longest context of the model, if known."""
+    adapter: Path | None = None
+    """An adapter on top of `path`; only for vLLM."""
+    rank: int = 0
+    tokenizer: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A model for an engine server, and the settings of the server."""
+
+    model: Prepared
     port: int
     api_key: str
     num_slots: int
     context_length: int
     num_threads: int
-    adapter: Path | None = None
-    """An adapter on top of `path`; only for vLLM."""
-    rank: int = 0
-    tokenizer: Path | None = None
     num_models: int = 1
 
 
@@ -62,12 +71,13 @@ class Engine:
 
 
 def _vllm(launch: Launch) -> Command:
-    name = launch.name if launch.adapter is None else f"{launch.name}-base"
-    words = ["serve", str(launch.path), "--served-model-name", name]
-    if launch.adapter is not None:
-        words += adapter_words(launch.name, launch.adapter, rank=launch.rank)
-    if launch.tokenizer is not None:
-        words += ["--tokenizer", str(launch.tokenizer)]
+    model = launch.model
+    name = model.name if model.adapter is None else f"{model.name}-base"
+    words = ["serve", str(model.path), "--served-model-name", name]
+    if model.adapter is not None:
+        words += adapter_words(model.name, model.adapter, rank=model.rank)
+    if model.tokenizer is not None:
+        words += ["--tokenizer", str(model.tokenizer)]
     words += ["--host", LOOPBACK, "--port", str(launch.port), "--max-model-len", str(launch.context_length)]
     words += ["--gpu-memory-utilization", f"{_GPU_SHARE / launch.num_models:.2f}"]
     words += ["--uvicorn-log-level", "warning"]
@@ -75,25 +85,26 @@ def _vllm(launch: Launch) -> Command:
         module="vllm.entrypoints.cli.main",
         words=words,
         environment={"VLLM_API_KEY": launch.api_key},  # a command line is visible to other users
-        model=launch.name,
+        model=model.name,
     )
 
 
 def _mlx(launch: Launch) -> Command:
-    words = ["--model", str(launch.path), "--host", LOOPBACK, "--port", str(launch.port)]
+    words = ["--model", str(launch.model.path), "--host", LOOPBACK, "--port", str(launch.port)]
     words += ["--log-level", "WARNING", "--decode-concurrency", str(launch.num_slots)]
     return Command(module="mlx_lm.server", words=words, model="default_model")
 
 
 def _transformers(launch: Launch) -> Command:
-    words = ["serve", str(launch.path), "--host", LOOPBACK, "--port", str(launch.port)]
-    return Command(module="transformers.cli.transformers", words=words, model=str(launch.path))
+    words = ["serve", str(launch.model.path), "--host", LOOPBACK, "--port", str(launch.port)]
+    return Command(module="transformers.cli.transformers", words=words, model=str(launch.model.path))
 
 
 def _llamacpp(launch: Launch) -> Command:
-    names = ("port", "api_key", "num_slots", "context_length", "num_threads", "name")
-    settings = {name: getattr(launch, name) for name in names} | {"path": str(launch.path)}
-    return Command(module=None, settings=settings, model=launch.name)
+    names = ("port", "api_key", "num_slots", "context_length", "num_threads")
+    settings = {name: getattr(launch, name) for name in names}
+    settings |= {"path": str(launch.model.path), "name": launch.model.name}
+    return Command(module=None, settings=settings, model=launch.model.name)
 
 
 ENGINES = {
@@ -160,12 +171,8 @@ def _missing(name: str) -> list[str]:
 
 
 def _is_found(package: str) -> bool:
-    if "." in package:  # find_spec would import the parent package
-        parent, _, rest = package.partition(".")
-        found = importlib.util.find_spec(parent)
-        places = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
-        return any((place / rest.replace(".", "/")).is_dir() for place in places)
-    return importlib.util.find_spec(package) is not None
+    find = importlib.util.find_spec
+    return find(package.partition(".")[0]) is not None and find(package) is not None
 
 
 def is_gguf(target: str) -> bool:

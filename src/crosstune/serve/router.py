@@ -18,7 +18,7 @@ import socketserver
 import threading
 import urllib.parse
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from crosstune.core.errors import UserError
@@ -45,14 +45,6 @@ class Upstream:
     api_key: str = ""
 
 
-@dataclass(kw_only=True)
-class Routes:
-    """The models by name; empty while they load."""
-
-    api_key: str = ""
-    models: dict[str, Upstream] = field(default_factory=dict)
-
-
 class Router(socketserver.ThreadingMixIn, http.server.HTTPServer):
     """The server that clients see. It listens from the start and answers with status 503 until models are added."""
 
@@ -62,7 +54,9 @@ class Router(socketserver.ThreadingMixIn, http.server.HTTPServer):
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, *, api_key: str = "") -> None:
-        self.routes = Routes(api_key=api_key)
+        self.api_key = api_key
+        self.models: dict[str, Upstream] = {}
+        """The models by name; empty while they load."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Handler)
@@ -108,7 +102,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = urllib.parse.urlsplit(self.path).path.rstrip("/")
-        models = self.server.routes.models
+        models = self.server.models
         if not self._is_allowed():
             return
         if path in ("", "/health"):
@@ -139,7 +133,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not isinstance(asked, dict):
             self._refuse(400, "The body of the request is not a JSON object.")
             return
-        models = self.server.routes.models
+        models = self.server.models
         name = asked.get("model") or next(iter(models), "")
         if not models:
             self._refuse(503, "The model is loading.")
@@ -156,11 +150,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.server.only_loopback and host not in LOOPBACK_NAMES:
             self._refuse(403, "This server answers on loopback only; start it with --host to serve others.")
             return False
-        key, origin = self.server.routes.api_key, self.headers.get("Origin")
+        key, origin = self.server.api_key, self.headers.get("Origin")
         sent = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if key and not hmac.compare_digest(
-            sent.encode("latin-1"), key.encode()
-        ):  # headers are decoded as latin-1
+        # Headers are decoded as latin-1.
+        if key and not hmac.compare_digest(sent.encode("latin-1"), key.encode()):
             self._refuse(401, "The API key is missing or wrong.")
             return False
         if not key and origin is not None and not _is_own_page(_host_of(origin), host):
@@ -197,11 +190,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 return
             try:
                 self._copy(answer, name)
-            except (
-                http.client.HTTPException,
-                OSError,
-            ):  # the engine exited, or the client left: the answer is cut
-                self.close_connection = True
+            except (http.client.HTTPException, OSError):
+                self.close_connection = True  # the engine exited, or the client left: the answer is cut
 
     def _client_waits(self, engine: socket.socket) -> bool:
         """Wait until the engine answers; return False if the client disconnects first."""

@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import secrets
-import socket
 import subprocess
 import tempfile
 import time
@@ -19,8 +18,9 @@ from crosstune.backends._host import memory_bytes
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Warned
+from crosstune.distributed.master import free_ports
 from crosstune.files.plain_files import readable_bytes
-from crosstune.models.folder import longest_context, weight_files
+from crosstune.models.folder import longest_context
 from crosstune.models.gguf_metadata import check_header
 from crosstune.models.quantized_folder import dense_bytes, read_quantization
 from crosstune.process.limited_child import main_of
@@ -28,29 +28,11 @@ from crosstune.process.this_process import num_cores
 from crosstune.results.export import cached_export, name_of
 from crosstune.runs.open_parts import find_model
 from crosstune.runs.trained_folder import check_base, find_trained
-from crosstune.serve.engines import ENGINES, Command, Launch, choose_engine, is_gguf, takes_adapter
+from crosstune.serve.engines import ENGINES, Command, Launch, Prepared, choose_engine, is_gguf, takes_adapter
 from crosstune.serve.router import LOOPBACK, Router, Upstream
 
 _OVERHEAD = 1.1
 """Memory of a served model per byte of its weights: buffers and a small context."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """The files of a model, ready for an engine."""
-
-    name: str
-    path: Path
-    context: int | None
-    """The longest context of the model, if known."""
-    adapter: Path | None = None
-    rank: int = 0
-    tokenizer: Path | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        files = [self.path] if self.path.is_file() else weight_files(self.path)
-        return sum(path.stat().st_size for path in files)
 
 
 def prepare(target: str, engine: str, *, observer: Observer) -> Prepared:
@@ -141,19 +123,19 @@ def serving(
     with contextlib.ExitStack() as stack:
         children = []
         for each in prepared:
-            title = f"{each.name} with {ENGINES[engine].title}, {readable_bytes(each.size_bytes)}"
-            say(f"loading  {title} ...")
+            say(f"loading  {each.name} with {ENGINES[engine].title} ...")
             launch = _launch(each, request, num_models=len(prepared))
             children.append(stack.enter_context(_child(launch, ENGINES[engine].command(launch))))
         for child in children:  # they load at the same time
             child.wait_ready()
         for child in children:
-            launch, command = child.launch, child.command
-            upstream = Upstream(port=launch.port, model=command.model, api_key=launch.api_key)
-            router.routes.models[launch.name] = upstream
-            if launch.adapter is not None:  # the same vLLM server has its base
-                base = f"{launch.name}-base"
-                router.routes.models[base] = replace(upstream, model=base)
+            model = child.launch.model
+            upstream = Upstream(
+                port=child.launch.port, model=child.command.model, api_key=child.launch.api_key
+            )
+            router.models[model.name] = upstream
+            if model.adapter is not None:  # the same vLLM server has its base
+                router.models[f"{model.name}-base"] = replace(upstream, model=f"{model.name}-base")
         yield children
 
 
@@ -165,10 +147,9 @@ def _launch(prepared: Prepared, request: ServeRequest, *, num_models: int) -> La
             why=f"the model has a context of {prepared.context} tokens.",
             do=f"use --context_length {prepared.context} or less",
         )
-    names = ("name", "path", "adapter", "rank", "tokenizer")
     return Launch(
-        **{name: getattr(prepared, name) for name in names},
-        port=_free_port(),
+        model=prepared,
+        port=free_ports(1)[0],
         api_key=secrets.token_urlsafe(24),
         num_slots=request.num_slots,
         context_length=context,
@@ -187,12 +168,6 @@ def _with_unique_names(models: Sequence[Prepared]) -> list[Prepared]:
             name = f"{model.name}-{number}"
         named[name] = replace(model, name=name)
     return list(named.values())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +198,7 @@ class Child:
             status, answer = 0, str(error)
         if status != 200:
             raise UserError(
-                f"The engine cannot answer with {self.launch.name}.",
+                f"The engine cannot answer with {self.launch.model.name}.",
                 why=f"{answer.strip()[:600]} {self._last_lines()}".strip(),
                 do="try a different --engine",
             )
@@ -232,7 +207,7 @@ class Child:
         """Raise a UserError if the process exited."""
         if (code := self.process.poll()) is not None:
             raise UserError(
-                f"The engine server of {self.launch.name} exited with code {code}.",
+                f"The engine server of {self.launch.model.name} exited with code {code}.",
                 why=self._last_lines() or "it printed nothing.",
                 do="try a different --engine, a smaller --context_length, or a smaller model",
             )

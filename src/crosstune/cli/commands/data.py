@@ -85,9 +85,9 @@ def run(words: Sequence[str]) -> int:
         )
     report = recipe.describe()
     marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() and not own.json else ("[[", "]]")
-    examples = [_example(recipe, place) for place in range(min(own.show, len(recipe.train)))]
-    shown = ["\n".join(_show(example, recipe.tokenizer, *marks, whole=own.json)) for example in examples]
-    pieces = [_pieces(example, recipe.tokenizer) for example in examples] if own.json else []
+    places = range(min(own.show, len(recipe.train)))
+    pieces = [_pieces(recipe, place, whole=own.json) for place in places]
+    shown = [_marked(each, *marks) for each in pieces]
     lines = ((line, WARNING if line.startswith("warning") else None) for line in report_lines(report))
     bad = [json.loads(row) for row in recipe.skipped_rows()]
     found = {**report, "model": model.name, "shown": shown, "pieces": pieces, "bad_rows": bad}
@@ -137,35 +137,31 @@ def _open(config: Config, *, cut_long: bool = False, **parts: Any) -> SftRecipe 
     return RlRecipe(config, cut_long=cut_long, **parts)
 
 
-def _example(recipe: SftRecipe | PreferenceRecipe | RlRecipe, place: int) -> Any:
-    return recipe.train[place] if recipe.config.recipe != "rl" else recipe.example(place)  # type: ignore[union-attr]
+def _pieces(
+    recipe: SftRecipe | PreferenceRecipe | RlRecipe, place: int, *, whole: bool
+) -> list[tuple[str, bool]]:
+    """Return the text of an example in pieces, each with a flag for supervision; of a preference both answers with their
+    labels and lengths. Without `whole`, leave out the middle of a long text."""
+    from crosstune.data.preflight import cut_middle, marked_pieces
 
-
-def _show(example: Any, tokenizer: Any, begin: str, end: str, *, whole: bool) -> Iterator[str]:
-    """Yield the text of an example; for a preference, the label, lengths and text of each answer."""
-    for name, answer in _answers(example):
-        if name:
-            yield f"{name}: {len(answer.tokens):,} tokens, {int(answer.supervised.sum()):,} in the answer"
-        yield mark_supervised(answer, tokenizer, begin, end, whole=whole)
-
-
-def _answers(example: Any) -> list[tuple[str, Any]]:
-    """Return the answers of a preference with their labels, or another example without one."""
+    example: Any = recipe.train[place] if recipe.config.recipe != "rl" else recipe.example(place)  # type: ignore[union-attr]
     answers = getattr(example, "examples", None)
     if answers is None:
-        return [("", example)]
+        pieces = marked_pieces(example, recipe.tokenizer)
+        return pieces if whole else cut_middle(pieces, limit=_CHARACTERS_SHOWN)
     label = "desirable" if example.is_desirable else "undesirable"
-    return list(zip(("chosen", "rejected") if len(answers) == 2 else (label,), answers, strict=True))
+    found = list[tuple[str, bool]]()
+    for name, answer in zip(("chosen", "rejected") if len(answers) == 2 else (label,), answers, strict=True):
+        head = f"{name}: {len(answer.tokens):,} tokens, {int(answer.supervised.sum()):,} in the answer"
+        pieces = marked_pieces(answer, recipe.tokenizer)
+        found += [("\n" * bool(found) + head + "\n", False)]
+        found += pieces if whole else cut_middle(pieces, limit=_CHARACTERS_SHOWN)
+    return found
 
 
-def _pieces(example: Any, tokenizer: Any) -> list[tuple[str, bool]]:
-    """Return the text of an example in pieces, each with a flag for supervision."""
-    from crosstune.data.preflight import marked_pieces
-
-    pieces = list[tuple[str, bool]]()
-    for name, answer in _answers(example):
-        pieces += [(f"{name}:\n", False)] * bool(name) + marked_pieces(answer, tokenizer)
-    return pieces
+def _marked(pieces: Sequence[tuple[str, bool]], begin: str, end: str) -> str:
+    """Return pieces as one text, escaped, with the supervised ones marked."""
+    return "".join(f"{begin}{printable(text)}{end}" if counts else printable(text) for text, counts in pieces)
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:
@@ -234,15 +230,3 @@ def _account(rows: Mapping[str, int]) -> str:
         f"{rows[name]:,} {title}" for name, title in names.items() if rows.get(name) or name == "trained"
     ]
     return f"{rows['read']:,} read = {' + '.join(parts)}"
-
-
-def mark_supervised(example: Any, tokenizer: Any, begin: str, end: str, *, whole: bool) -> str:
-    """Return the text of an example, escaped, with supervised spans marked; without its middle unless it is short or `whole`."""
-    from crosstune.data.preflight import cut_middle, marked_pieces
-
-    shown = marked_pieces(example, tokenizer)
-    pieces = [
-        (printable(text), counts)
-        for text, counts in (shown if whole else cut_middle(shown, limit=_CHARACTERS_SHOWN))
-    ]
-    return "".join(f"{begin}{text}{end}" if counts else text for text, counts in pieces)

@@ -67,6 +67,14 @@ def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[Line]:
 def _available(report: BackendReport, check: Check | None, *, why: Mapping[str, str]) -> Iterator[Line]:
     chosen = f"; `auto` chooses it: {why[report.name]}" if report.name in why else ""
     yield f"{report.name:<5} available, {report.engine} engine{chosen}", STRONG
+    yield from report_lines(report)
+    if check is not None:
+        style = GOOD if check.ran and check.agrees else WARNING if check.ran else ERROR
+        yield f"      training     {_verdict(check)}", style
+
+
+def report_lines(report: BackendReport) -> Iterator[str]:
+    """Yield the lines about a backend's devices, dtypes, attention, quantizers and collectives, with notes."""
     for device in report.devices:
         total, free = size(device.memory_total_bytes), size(device.memory_free_bytes)
         yield f"      device       {device.name}, {total} ({free} free)"
@@ -76,9 +84,6 @@ def _available(report: BackendReport, check: Check | None, *, why: Mapping[str, 
     yield f"      quantizers   {', '.join(widths) or 'none'}"
     yield f"      collectives  {', '.join(report.collectives) or 'none'}"
     yield from (f"      note         {note}" for note in report.notes)
-    if check is not None:
-        style = GOOD if check.ran and check.agrees else WARNING if check.ran else ERROR
-        yield f"      training     {_verdict(check)}", style
 
 
 def _bf16(report: BackendReport) -> str:

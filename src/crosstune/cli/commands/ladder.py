@@ -68,12 +68,12 @@ def run(words: Sequence[str]) -> int:
     from crosstune.files.run_lock import hold
     from crosstune.files.run_record import move_aside
     from crosstune.ladder.climb import make_request
-    from crosstune.runs.trials import check_request, check_same_request
+    from crosstune.runs.trials import check_same_request, check_trial_request
 
     folder = Path(config.output_dir).expanduser() / (config.name or "ladder")
     with hold(folder):
         announce_command("ladder", trained_name(config), "probing the machine")
-        check_request(config, kind="ladder")
+        check_trial_request(config, kind="ladder")
         if config.overwrite and folder.exists():
             move_aside(folder)
         request = make_request(config, rungs=names, steps=own.steps, goal=own.goal)

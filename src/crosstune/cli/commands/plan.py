@@ -131,13 +131,13 @@ def run_emulated(config: Config, *, machine: str | None, as_json: bool, with_pla
     from crosstune.emulate.verdict import emulate
 
     with open_screen(config, as_json=as_json) as screen:
-        verdict = emulate(config, machine=machine, observers=[screen])
-    found, lines = verdict.to_json(), list(verdict_lines(verdict))
+        plan, report = emulate(config, machine=machine, observers=[screen])
+    found, lines = report, list(verdict_lines(report))
     if with_plan:
-        found = plan_to_json(verdict.plan) | {"emulation": found}
-        lines = [*plan_lines(verdict.plan), *lines]
+        found = plan_to_json(plan) | {"emulation": report}
+        lines = [*plan_lines(plan), *lines]
     print_result(found, lines, as_json=as_json)
-    return EXIT_DONE if verdict.works else EXIT_USER_MUST_ACT
+    return EXIT_DONE if report["works"] else EXIT_USER_MUST_ACT
 
 
 def plan_to_json(

@@ -64,7 +64,7 @@ def run(words: Sequence[str]) -> int:
     trained = find_trained(own.target)
     what = own.what or ("merged" if trained.adapter is None else "adapter")
     request = push.PushRequest(target=own.target, repo=own.to, what=what, base=own.base, public=own.public)
-    push.check_request(request, trained)
+    push.check_push(request, trained)
     if not own.dry_run:
         push.check_token()
     record = load_run(Path(own.target))

@@ -108,7 +108,8 @@ def make_parser_export() -> Parser:
 def run_export(words: Sequence[str]) -> int:
     own = make_parser_export().parse_args(list(words))
 
-    from crosstune.results.export import Form, export
+    from crosstune.results.export import export
+    from crosstune.results.opened import Form
 
     by_type = own.to == "ollama" or (own.to == "gguf" and not own.adapter_only)
     form = Form(
@@ -220,20 +221,13 @@ def _convert_lines(report: Report) -> Iterable[Line]:
     original = "original weights" if report["started_from"] == "original" else "dequantized weights"
     yield f"converted {report['from']} -> {report['to']}, from the {original}, compared with {report['reference']}"
     if "agreement" in report:
-        if "before" in report:
-            yield f"  before  relative error of the weights {report['before']['weights']:.4f}"
-            yield f"          {_agreement(report['before']['agreement'])}"
         yield from _report_lines(report)
         return
     yield from _warnings(report)
-    for name in ("before", "after"):
-        if name in report["weights"]:
-            weights = report["weights"][name]
-            yield (
-                f"  {name:<7} relative error of the weights {weights['relative']:.4f} "
-                f"(worst {weights['worst']:.4f}, {weights['worst_layer']})"
-            )
-            yield f"  {'':<7} {_agreement(report['logits'][name])}"
+    weights = report["weights"]
+    worst = f"worst {weights['worst']:.4f}, {weights['worst_layer']}"
+    yield f"measured relative error of the weights {weights['relative']:.4f} ({worst})"
+    yield f"         {_agreement(report['logits'])}"
     yield f"written  {report['path']}"
 
 

@@ -102,7 +102,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _ready_lines(router: Router, own: argparse.Namespace, *, seconds: float) -> list[str]:
-    names = list(router.routes.models)
+    names = list(router.models)
     body = {"model": names[0], "messages": [{"role": "user", "content": "Hello"}]}
     key = ' -H "Authorization: Bearer $KEY"' if own.api_key else ""
     return [

@@ -119,7 +119,7 @@ def _open(
     from crosstune.config.load import make_config
     from crosstune.files.run_record import move_aside
     from crosstune.planner.gather import with_all_devices
-    from crosstune.runs.trials import PLACE, check_request, check_same_request
+    from crosstune.runs.trials import PLACE, check_same_request, check_trial_request
     from crosstune.sweep.choose import num_combinations
     from crosstune.sweep.run import Sweep, device_slots
 
@@ -128,7 +128,7 @@ def _open(
     first = {name: dimension.first for name, dimension in space.items()}
     if config.resume != "auto":
         first["resume"] = config.resume
-    plan, checked = check_request(with_all_devices(make_config(**{**asked, **first})), kind="sweep")
+    plan, checked = check_trial_request(with_all_devices(make_config(**{**asked, **first})), kind="sweep")
     if checked.data is not None and not checked.data.evaluates:
         raise UserError(
             "A sweep compares evaluations, and there is nothing to evaluate on.",

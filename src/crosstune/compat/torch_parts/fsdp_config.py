@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy, size_based_auto_wrap_policy
 
-from crosstune.core.errors import UserError, raise_all, shown
+from crosstune.core.errors import UserError, shown
 from crosstune.core.names import unknown_name
 from crosstune.torch_engine.sharding.local_shard import find_blocks
 
@@ -62,100 +62,60 @@ class MPSFSDPConfig:
     profile_memory: bool = False
 
     def __post_init__(self) -> None:
-        problems = []
-        for entry in fields(self):
-            try:
-                object.__setattr__(self, entry.name, _read(entry.name, getattr(self, entry.name)))
-            except UserError as error:
-                problems.append(error)
-        if not problems and self.rank >= self.world_size:
+        if self.rank >= self.world_size:
             why = f"world_size={self.world_size} counts from 0."
-            problems.append(UserError(f"rank={self.rank} does not exist.", why=why))
-        raise_all(problems)
-        object.__setattr__(self, "_is_made", True)
+            raise UserError(f"rank={self.rank} does not exist.", why=why)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Check a setting that is changed later; an unknown name is an error, not a new attribute."""
-        if not hasattr(self, "_is_made"):
-            object.__setattr__(self, name, value)
-            return
-        names = [entry.name for entry in fields(self)]
-        if name not in names:
-            raise unknown_name("setting of MPSFSDPConfig", name, names)
+        """Check a setting; an unknown name is an error, not a new attribute."""
+        if name not in self.__dataclass_fields__:
+            raise unknown_name("setting of MPSFSDPConfig", name, self.__dataclass_fields__)
         object.__setattr__(self, name, _read(name, value))
 
 
 def _read(name: str, value: Any) -> Any:
     """Return a setting in the type that the code uses; raise UserError for an invalid value."""
-    read, why, do = _SETTINGS.get(name, (_one_of({}, True, False), "", "use True or False"))
-    try:
-        return read(value)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{name}={shown(value)} cannot be used.", why=why, do=do) from error
-
-
-def _one_of(names: Mapping[str, Any], *others: Any) -> Callable[[Any], Any]:
-    """Return a reader of some values, given by name or themselves."""
-
-    def read(value: Any) -> Any:
-        if isinstance(value, str):
-            return names[value.strip().upper().removeprefix("TORCH.")]
-        allowed = [*names.values(), *others]
-        return allowed[allowed.index(value)]
-
-    return read
-
-
-def _text(value: Any) -> str:
-    if "://" not in value:
-        raise ValueError
-    return str(value)
-
-
-def _operators(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
-        raise ValueError
-    return tuple(value)
-
-
-def _count(least: int, *others: Any) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if value in others:
+    why = ""
+    if name in _LEAST:
+        if name == "unified_memory_pool_size" and value is None:
+            return None
+        if isinstance(value, (int, float)) and value >= _LEAST[name] and value % 1 == 0:
+            return int(value)
+        do = f"use an integer from {_LEAST[name]}"
+    elif name in _CHOICES:
+        names, why, do = _CHOICES[name]
+        if isinstance(value, str) and (key := value.strip().upper().removeprefix("TORCH.")) in names:
+            return names[key]
+        if value in names.values():
             return value
-        if isinstance(value, bool) or value != int(value) or value < least:
-            raise ValueError
-        return int(value)
-
-    return read
+    else:
+        return value
+    raise UserError(f"{name}={shown(value)} cannot be used.", why=why, do=do)
 
 
-_SETTINGS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+_LEAST = {"min_num_params": 1, "world_size": 1, "rank": 0, "unified_memory_pool_size": 1}
+_CHOICES: dict[str, tuple[Mapping[str, Any], str, str]] = {
     "sharding_strategy": (
-        _one_of({member.name: member for member in _STRATEGIES}),
+        {member.name: member for member in _STRATEGIES},
         "a Mac has one GPU, so hybrid sharding within a machine would leave the model whole.",
         "use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD, as a name or a member of ShardingStrategy",
     ),
     "backward_prefetch": (
-        _one_of({member.name: member for member in BackwardPrefetch}, None),
+        {"NONE": None, **{member.name: member for member in BackwardPrefetch}},
         "",
         "use BACKWARD_PRE, BACKWARD_POST or None",
     ),
     **dict.fromkeys(
         ("compute_dtype", "reduce_dtype", "buffer_dtype"),
-        (_one_of(_DTYPES), "", "use torch.float16, torch.bfloat16 or torch.float32"),
+        (_DTYPES, "", "use torch.float16, torch.bfloat16 or torch.float32"),
     ),
     "backend": (
-        _one_of({"GLOO": "gloo"}),
+        {"GLOO": "gloo"},
         "MPS has no collective library: NCCL needs NVIDIA GPUs. Collectives go through host memory and gloo.",
         "use backend='gloo'; on NVIDIA GPUs train with: crosstune train --world_size N",
     ),
-    "init_method": (_text, "", "use env://, tcp://HOST:PORT or file:///PATH"),
-    **dict.fromkeys(("min_num_params", "world_size"), (_count(1), "", "use an integer from 1")),
-    "rank": (_count(0), "", "use an integer from 0"),
-    "unified_memory_pool_size": (_count(1, None), "", "use an integer from 1, or None"),
-    "fallback_to_cpu_ops": (_operators, "", "use a list of names such as ['aten::sort']"),
 }
-"""Setting -> (reader, reason to reject other values, advice); all others are flags."""
+"""Setting -> (values by name, reason to reject others, advice)."""
 
 
 Policy = Callable[..., bool]

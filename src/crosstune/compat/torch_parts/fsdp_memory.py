@@ -12,10 +12,10 @@ import psutil
 import torch
 from torch.distributed.fsdp import ShardingStrategy
 
+from crosstune.backends._host import memory_bytes
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
-from crosstune.compat.torch_parts.fsdp_model import free_cache
-from crosstune.core.errors import UserError
 from crosstune.estimate.memory import GIB
+from crosstune.torch_engine.device import clear_cache
 from crosstune.torch_engine.probe import allocated_bytes
 
 STATE_SHARE, GATHERED_SHARE = 5 / 8, 15 / 32
@@ -56,19 +56,13 @@ class MemoryOptimizer:
             return None  # torch has no pool for host memory
         if limit is None:
             return total
-        if limit > total:
-            raise UserError(
-                f"unified_memory_pool_size={limit / GIB:.1f} GiB is more than the device has.",
-                why=f"{self.device.type} may use {total / GIB:.1f} GiB.",
-                do="choose a smaller pool, or None",
-            )
         torch.get_device_module(self.device.type).set_per_process_memory_fraction(limit / total)
         return limit
 
     def cleanup(self) -> None:
         """Collect garbage and return cached memory to the system."""
         gc.collect()
-        free_cache(self.device)
+        clear_cache(self.device)
 
 
 def device_bytes(device: torch.device) -> int:
@@ -76,7 +70,7 @@ def device_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     if device.type == "cpu":
-        return int(psutil.virtual_memory().total)
+        return memory_bytes()[0]
     return int(torch.get_device_module(device.type).mem_get_info()[1])
 
 

@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
 from crosstune.core.errors import UserError
 from crosstune.torch_engine.capabilities import DTYPES, working_dtypes
+from crosstune.torch_engine.device import clear_cache
 from crosstune.torch_engine.quantized import StoredWeight
 from crosstune.torch_engine.sharding.local_shard import free_gathered, local_part, sharded_modules
 from crosstune.torch_engine.sharding.shard import REPLICAS, SHARDS, STRATEGIES, shard
@@ -42,11 +43,9 @@ def find_device(model: nn.Module | None = None) -> torch.device:
     return torch.device("cpu")
 
 
-def usable_dtype(
-    wanted: torch.dtype, device: torch.device, *, dtypes: Sequence[str] | None = None
-) -> torch.dtype:
+def usable_dtype(wanted: torch.dtype, device: torch.device) -> torch.dtype:
     """Return a dtype that computes correctly on the device: bfloat16 falls back to float16, and float16 to float32."""
-    works = working_dtypes(device.type, notes=[]) if dtypes is None else dtypes
+    works = working_dtypes(device.type, notes=[])
     order = {torch.bfloat16: ("bf16", "fp16"), torch.float16: ("fp16",)}.get(wanted, ())
     return next((DTYPES[name] for name in order if name in works), torch.float32)
 
@@ -296,16 +295,9 @@ def _finish(model: nn.Module, config: MPSFSDPConfig, device: torch.device) -> No
 
     model._apply = apply_on_device
     if config.aggressive_memory_optimization:
-        model.register_forward_pre_hook(lambda module, inputs: free_cache(device))
+        model.register_forward_pre_hook(lambda module, inputs: clear_cache(device))
     if config.debug_mode:
         _log_passes(model)
-
-
-def free_cache(device: torch.device) -> None:
-    """Return torch's cached memory to the system."""
-    empty = getattr(torch.get_device_module(device.type), "empty_cache", None)
-    if empty is not None:
-        empty()
 
 
 def _log_passes(model: nn.Module) -> None:

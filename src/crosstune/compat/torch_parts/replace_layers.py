@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from crosstune.compat.quantization_config import dtype_name
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import QuantSpec, read_spec
 from crosstune.torch_engine.quant.hqq import SCALES_IN_A_GROUP, shrink
@@ -39,8 +40,8 @@ class LayerStorage:
         return {
             **vars(self),
             "spec": None if self.spec is None else self.spec.to_json(),
-            "compute": name_dtype(self.compute),
-            "kept_in": name_dtype(self.kept_in),
+            "compute": dtype_name(self.compute),
+            "kept_in": dtype_name(self.kept_in),
         }
 
     @classmethod
@@ -114,10 +115,6 @@ def make_stored(weight: torch.Tensor, recipe: LayerStorage, *, dtype: torch.dtyp
     if names:
         tensors, facts = shrink(tensors, facts, names)
     return StoredWeight(recipe.spec.quantizer, tensors, facts)
-
-
-def name_dtype(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def read_dtype(name: str | None) -> torch.dtype | None:

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from crosstune.compat.quantization_config import dtype_name
 from crosstune.compat.torch_parts.replace_layers import (
     HalfLinear,
     LayerStorage,
     QuantizedLinear,
-    name_dtype,
     put_module,
     read_dtype,
 )
@@ -130,8 +130,16 @@ def load_quantized(folder: Path, *, model: nn.Module | None, device: torch.devic
     dense = {name: read_tensor(place).to(device) for name, place in places.items()}
     for name, layer in description["layers"].items():
         put_module(model, name, _restore(name, layer, held, dense, model, device))
-    _check_names(model, set(dense) | set(description["tied"]), folder)
-    model.load_state_dict(dense, strict=False, assign=True)
+    odd = model.load_state_dict(dense, strict=False, assign=True)
+    own = (*(f"{name}{_STORED}" for name in description["layers"]), *description["tied"])
+    missing = [name for name in odd.missing_keys if not name.startswith(own)]
+    if missing or odd.unexpected_keys:
+        raise UserError(
+            f"The tensors in {folder} do not match the given model.",
+            why=f"{len(missing)} are missing and {len(odd.unexpected_keys)} are unexpected, such as "
+            f"{[*missing, *odd.unexpected_keys][0]}.",
+            do="pass a model of the saved architecture",
+        )
     for alias, source in description["tied"].items():
         parent, _, child = alias.rpartition(".")
         model.get_submodule(parent)._parameters[child] = model.get_parameter(source)
@@ -162,7 +170,7 @@ def _describe(layer: QuantizedLinear | HalfLinear) -> dict[str, Any]:
     return {
         "shape": [layer.out_features, layer.in_features],
         "bias": layer.bias is not None,
-        "dtype": name_dtype(dtype),
+        "dtype": dtype_name(dtype),
         "recipe": layer.recipe.to_json(),
     }
 
@@ -209,20 +217,6 @@ def _restore(
         return HalfLinear(torch.empty(shape, dtype=dtype, device=device), bias, recipe=recipe, trained=True)
     assert held is not None, "a folder with quantized layers has a record of them"
     return QuantizedLinear(held.stored(name, device), bias, recipe=recipe, dtype=dtype)
-
-
-def _check_names(model: nn.Module, given: set[str], folder: Path) -> None:
-    quantized = tuple(
-        f"{name}{_STORED}" for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)
-    )
-    wanted = {name for name in model.state_dict() if not name.startswith(quantized)}
-    if wanted != given:
-        odd = sorted(wanted ^ given)
-        raise UserError(
-            f"The tensors in {folder} do not match the given model.",
-            why=f"{len(wanted - given)} are missing and {len(given - wanted)} are unexpected, such as {odd[0]}.",
-            do="pass a model of the saved architecture",
-        )
 
 
 def _save_architecture(model: nn.Module, folder: Path, spec: QuantSpec | None) -> str | None:

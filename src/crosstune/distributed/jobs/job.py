@@ -12,8 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,8 +134,6 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP
 """Variables that a node's launcher must not inherit."""
 ANSWER_S = 120.0
 """Seconds for a command of the scheduler to answer."""
-NOTICE_EVERY_S = 10.0
-"""Seconds between two lines about waiting."""
 _CHECKPOINT_NAME = re.compile(r"step-\d+/?$|\.tar$")
 
 
@@ -333,47 +329,18 @@ def submit(command: Sequence[str], text: str, *, where: str, do: str, cwd: Path 
     """Pipe a string into a scheduler's command; return its output. `where` is advice if the command is missing."""
     if shutil.which(command[0]) is None:
         raise UserError(f"Cannot submit the job: {command[0]} was not found on this machine.", do=where)
-    # A file: text that a pipe cannot hold would be lost where `communicate` is called again after its timeout.
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as given:
-        given.write(text)
-        given.seek(0)
-        process = subprocess.Popen(
-            command,
-            stdin=given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            cwd=cwd,
+    print(f"submitting with {command[0]} ...", file=sys.stderr, flush=True)
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, errors="replace", cwd=cwd, timeout=ANSWER_S
         )
-        found = answer_of(process, waiting_for=command[0])
-    if found is None:
+    except subprocess.TimeoutExpired as error:
         raise UserError(
             f"{command[0]} did not answer within {ANSWER_S:g} s.",
             why="it was stopped; the job may have been submitted nevertheless.",
             do="list the jobs of the cluster before you submit it again",
-        )
-    out, said = found
-    if process.returncode:
-        raise UserError(
-            f"{command[0]} rejected the job.",
-            why=said.strip() or f"exit code {process.returncode}",
-            do=do,
-        )
-    return out
-
-
-def answer_of(
-    process: subprocess.Popen[str], *, waiting_for: str, limit_s: float | None = None
-) -> tuple[str, str] | None:
-    """Return the output and the errors of a command; print a line if it is slow. Kill it after `limit_s` (ANSWER_S)
-    and return None."""
-    ends_at = time.monotonic() + (ANSWER_S if limit_s is None else limit_s)
-    while (left := ends_at - time.monotonic()) > 0:
-        try:
-            return process.communicate(timeout=min(NOTICE_EVERY_S, left))
-        except subprocess.TimeoutExpired:
-            print(f"waiting for {waiting_for} ...", file=sys.stderr, flush=True)
-    process.kill()
-    process.wait()  # not for the end of its output, which a child process may keep open
-    return None
+        ) from error
+    if done.returncode:
+        why = done.stderr.strip() or f"exit code {done.returncode}"
+        raise UserError(f"{command[0]} rejected the job.", why=why, do=do)
+    return done.stdout

@@ -21,6 +21,7 @@ from crosstune.ladder.rung import (
     Within,
 )
 
+_CLOSE = Within(bound=1e-5)
 _COSINE = AsGood(bound=0.02, metric="latent_cosine", higher_is_better=True)
 _TIMEOUTS = {"collective_timeout": "30m", "heartbeat_timeout": "30m"}
 _CHECKPOINTING, _OFFLOAD = "use_gradient_checkpointing", {"use_activation_cpu_offload": True}
@@ -139,33 +140,15 @@ _RUNGS: Mapping[str, tuple[int, str, Gain, LossPromise, Change | Callable[[Situa
     "compile": (47, "compiled blocks", "speed", Within(bound=1e-2), {"torch_compile": True}),
     "fp8_base": (47, "fp8 base", "speed", AsGood(bound=0.02), {"base_precision": "fp8"}),
     "fused_optimizer": (50, "fused optimizer", "speed", Within(bound=1e-3), _fused_optimizer),
-    "recomputation_off": (
-        60,
-        "no gradient checkpointing",
-        "speed",
-        Within(bound=1e-5),
-        {_CHECKPOINTING: False},
-    ),
+    "recomputation_off": (60, "no gradient checkpointing", "speed", _CLOSE, {_CHECKPOINTING: False}),
     "packing": (70, "packing", "speed", AsGood(bound=0.1), _packing),
-    "larger_batch": (
-        80,
-        "larger micro-batches, same rows per step",
-        "speed",
-        Within(bound=1e-3),
-        _larger_batch,
-    ),
-    "gradient_checkpointing": (
-        90,
-        "gradient checkpointing",
-        "memory",
-        Within(bound=1e-5),
-        {_CHECKPOINTING: True},
-    ),
+    "larger_batch": (80, "larger micro-batches", "speed", Within(bound=1e-3), _larger_batch),
+    "gradient_checkpointing": (90, "gradient checkpointing", "memory", _CLOSE, {_CHECKPOINTING: True}),
     "activation_offload": (100, "activations in host memory", "memory", SameBits(), _OFFLOAD),
     "optimizer_8bit": (110, "8-bit optimizer", "memory", AsGood(bound=0.02), {"optimizer": "adamw_8bit"}),
     "cosine_latent_loss": (120, "cosine latent loss", "safety", _COSINE, {"latent_loss": "cosine"}),
-    "replicas": (130, "replicas (DDP)", "speed", Within(bound=1e-5), _DDP),
-    "processes": (140, "several processes", "speed", Within(bound=1e-5), _processes),
+    "replicas": (130, "replicas (DDP)", "speed", _CLOSE, _DDP),
+    "processes": (140, "several processes", "speed", _CLOSE, _processes),
     "checkpoint_rotation": (150, "checkpoint rotation", "safety", SameBits(), {"keep_last_n": 3}),
 }
 

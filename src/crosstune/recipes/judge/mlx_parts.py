@@ -21,7 +21,8 @@ from crosstune.core.weights import uniform_by_name
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import read_json, write_json
 from crosstune.files.safetensors_header import read_header
-from crosstune.mlx_engine.adapters import AdaptedLinear, is_head
+from crosstune.mlx_engine.adapters import is_head
+from crosstune.mlx_engine.expert_adapters import Adapter
 from crosstune.mlx_engine.limits import memory_errors
 from crosstune.mlx_engine.load import check_readable, read_model
 from crosstune.mlx_engine.model_folders import dense_arrays
@@ -199,7 +200,7 @@ class ScalarHead(CausalLM):
         trained = dict(tree_flatten(model.trainable_parameters()))
         arrays = dense_arrays(
             self._folder,
-            adapters={name: each for name, each in model.named_modules() if isinstance(each, AdaptedLinear)},
+            adapters={name: each for name, each in model.named_modules() if isinstance(each, Adapter)},
             saved=trained,
             modules={},
             dtype=self.opening.dtype,

@@ -21,6 +21,7 @@ from crosstune.models.adapter_choice import (
     AdapterSettings,
     Layers,
     Targets,
+    check_start,
     choose_names,
     choose_saved,
     describe_left_out,
@@ -204,13 +205,7 @@ def choose_adapted(model: nn.Module, plan: Plan) -> list[str]:
         layers=Layers.from_config(plan.config),
         tower=plan.config.train_vision_tower,
     )
-    stacks = set(names) & set(expert_stacks(model)) if plan.config.init_lora != "default" else set()
-    if stacks:
-        raise UserError(
-            f"--init_lora {plan.config.init_lora} cannot start the adapter of {min(stacks)}.",
-            why="it stacks the weights of several experts.",
-            do="use --init_lora default, or --lora_target_modules attention",
-        )
+    check_start(plan.config.init_lora, list(set(names) & set(expert_stacks(model))))
     return names
 
 

@@ -115,10 +115,9 @@ export const makeChart = (data, { onzoom } = {}) => {
     canvas.setAttribute("aria-label", data.description);
   };
 
-  const showFigures = () => figures.replaceChildren(...data.figures.map(([name, text]) => h("span", {}, `${name} `, h("b", {}, text))));
   const label = () => {
     title.replaceChildren(data.title, data.unit ? h("small", {}, ` ${data.unit}`) : "");
-    showFigures();
+    figures.replaceChildren(...data.figures.map(([name, text]) => h("span", {}, `${name} `, h("b", {}, text))));
     notes.replaceChildren(...data.notes.map((note) => h("p", { class: "note" }, note)));
     const names = [data.x_label, ...data.others.map((each) => each.x_label)];
     const buttons = names.map((name, place) => [name, axis === place, () => { axis = place; range = fine = null; reset.hidden = true; label(); build(); }]);
@@ -152,45 +151,15 @@ export const makeChart = (data, { onzoom } = {}) => {
     fine = data.series.map((each) => (each.look === "marked" ? each : found.get(each.look) ?? each));
     plot.setData(clip(join()));
   };
-  // Continue the mean of a curve at its new points, and complete the means that they are part of.
-  const smoothTail = ({ x, y }, before) => {
-    const smoothed = data.series.find(({ window }) => window > 1);
-    if (!smoothed) return;
-    const half = smoothed.window >> 1;
-    const places = new Map(smoothed.x.map((at, place) => [at, place]));
-    for (let index = Math.max(0, before - half); index < x.length; index += 1) {
-      const near = y.slice(Math.max(0, index - half), index + half + 1).filter((value) => value !== null);
-      const place = places.get(x[index]) ?? smoothed.x.length;
-      if (place < smoothed.x.length || index >= before) {
-        smoothed.x[place] = x[index];
-        smoothed.y[place] = y[index] === null ? null : near.reduce((sum, value) => sum + value, 0) / near.length;
-      }
-    }
-  };
-  const countFigures = ({ y, key }) => {
-    const values = y.filter((value) => value !== null);
-    if (!data.figures.length || y.length < 2 || !values.length) return;
-    const text = (value) => {
-      if (value === null) return "not finite";
-      const size = Math.abs(value);
-      if (key === "lr") return size > 0 && size < 1e-3 ? Number(value.toPrecision(4)).toExponential() : figure(value);
-      return size >= 1e-4 && size < 1000 ? value.toPrecision(3) : figure(value);
-    };
-    data.figures = [["last", y.at(-1)], ["lowest", Math.min(...values)], ["highest", Math.max(...values)]].map(([name, value]) => [name, text(value)]);
-    showFigures();
-  };
+  // Add the rows of new steps. Means and figures follow when the charts are read again.
   const append = (rows) => {
     for (const each of data.series.filter(({ key }) => key)) {
-      const before = each.x.length;
       for (const row of rows) {
         if (!(each.key in row) || !(row.step > (each.x.at(-1) ?? -1))) continue;
         const value = row[each.key];
         each.x.push(row.step);
         each.y.push(typeof value === "number" ? value / data.divisor : null);
       }
-      if (each.x.length === before) continue;
-      smoothTail(each, before);
-      if (each === data.series[0]) countFigures(each);
     }
     if (data.span && rows.length) data.span = [data.span[0], Math.max(data.span[1], rows.at(-1).step)];
     if (plot && !axis && !range && !setting) {

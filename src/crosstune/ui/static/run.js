@@ -164,7 +164,7 @@ export const showRun = async (place, { parts, signal }) => {
       word.replaceChildren(...(WORD[found.status] ? [h("p", { class: `callout ${found.status === "stopped" ? "" : "failed"}` }, WORD[found.status])] : []));
     }
     drawHead();
-    if (changed || found.reset || found.events.some((kind) => kind !== "evaluating") || !charts.children.length) later(changed ? 50 : Math.max(0, 3000 - (Date.now() - drawn)));
+    if (changed || found.reset || found.events.some((kind) => kind !== "evaluating") || (found.rows.length && !charts.children.length)) later(changed ? 50 : Math.max(0, 3000 - (Date.now() - drawn)));
     else if (found.rows.length) later(20000); // smoothed curves and totals follow the steps
   };
   drawHead();

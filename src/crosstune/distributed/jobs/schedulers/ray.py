@@ -4,7 +4,6 @@ The nodes import this module for `NodeActor`; only the driver of a job imports r
 
 from __future__ import annotations
 
-import base64
 import collections
 import importlib.util
 import logging
@@ -58,18 +57,15 @@ def write(job: Job) -> str:
     command = [*job.command()[:3], "launch", *own, "--", *job.train_words()]
     address = job.options["address"]
     to = [] if address == "auto" else ["--address", f"http://{address.rpartition(':')[0] or address}:8265"]
-    inside = f"cd {shlex.quote(str(job.folder))} && exec {shlex.join(command)}"
-    # Ray joins the words again, and some versions leave $(...) and backticks active: the words may contain neither.
-    encoded = base64.b64encode(inside.encode()).decode()
-    words = ["bash", "-c", f"exec bash <(base64 -d <<< {encoded})"]
-    readable = inside.translate(
-        {ord(char): repr(char)[1:-1] for char in set(inside) if not char.isprintable()}
-    )
+    # A script, because Ray joins the words again, and some versions leave $(...) and backticks in them active.
+    script = str(job.folder / f"{job.name}.ray.sh")
     lines = [
         f"# {job.num_nodes} bundles of {bundle(job)}, spread across the nodes of the cluster.",
         "ray status",
-        f"# The word in base64 is: {readable}",
-        shlex.join(["ray", "job", "submit", *to, "--no-wait", "--", *words]),
+        f"cat > {shlex.quote(script)} <<'END_OF_SCRIPT'",
+        f"cd {shlex.quote(str(job.folder))} && exec {shlex.join(command)}",
+        "END_OF_SCRIPT",
+        shlex.join(["ray", "job", "submit", *to, "--no-wait", "--", "bash", script]),
     ]
     return "\n".join(lines) + "\n"
 

@@ -6,9 +6,11 @@ import re
 import shlex
 import shutil
 import subprocess
-import time
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from crosstune.core.errors import EXIT_USER_MUST_ACT, UserError, raise_all, shown
 from crosstune.distributed.jobs.attached import AttachedProcess
@@ -20,7 +22,6 @@ from crosstune.distributed.jobs.job import (
     Job,
     JobOption,
     Started,
-    answer_of,
     matches,
 )
 from crosstune.distributed.jobs.nodes import LOST, run_nodes
@@ -45,8 +46,8 @@ _HOST = re.compile(
 _WORDS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
 LOGIN_S = 20
 """Seconds for a node to answer."""
-LAST_S = 1.0
-"""Seconds for the answer of a node after those before it took the time of all."""
+_MOST_AT_ONCE = 256
+"""Logins at the same time."""
 NUM_LINES = 15
 _HOSTS_LIMIT = 2**20
 
@@ -94,47 +95,40 @@ def start(job: Job) -> Started:
             "Cannot start the job: ssh was not found on this machine.",
             do="install an ssh client, or add --print and type the lines on a machine that has one",
         )
-    raise_all(list(_unreachable(job)))
+    print(f"logging in to {job.num_nodes} nodes ...", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, job.num_nodes)) as pool:
+        found = pool.map(lambda host: _login_problem(job, host), _hosts(job))
+        raise_all([problem for problem in found if problem is not None])
     return run_nodes(
         lambda stopped: [_SshNode(job, place, host) for place, host in enumerate(_hosts(job))],
         restarts=job.options["restarts"],
     )
 
 
-def _unreachable(job: Job) -> Iterator[UserError]:
-    """Log in to all nodes at the same time, and yield the problems: an unreachable node would otherwise count as
-    lost and be restarted."""
-    command = f"cd {shlex.quote(str(job.folder))}"
-    started = {
-        host: subprocess.Popen(
-            ["ssh", *_WORDS, f"-oConnectTimeout={LOGIN_S}", *_target(host), command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
+def _login_problem(job: Job, host: str) -> UserError | None:
+    """Log in to a node: an unreachable one would otherwise count as lost and be restarted."""
+    command = ["ssh", *_WORDS, f"-oConnectTimeout={LOGIN_S}", *_target(host)]
+    command.append(f"cd {shlex.quote(str(job.folder))}")
+    quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    try:
+        done = subprocess.run(command, text=True, errors="replace", timeout=3 * LOGIN_S, check=False, **quiet)
+        code, why = done.returncode, " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired:
+        code, why = LOST, f"the login was not complete after {3 * LOGIN_S} s."
+    if code == LOST:
+        return UserError(
+            f"ssh cannot log in to {host}.",
+            why=why,
+            do=f"make `{shlex.join(['ssh', *_target(host), 'true'])}` work without a prompt: check the host's name, "
+            "address and key in ~/.ssh/config",
         )
-        for host in _hosts(job)
-    }
-    ends_at = time.monotonic() + 3 * LOGIN_S  # of all logins, which run at the same time
-    for host, process in started.items():
-        left_s = max(LAST_S, ends_at - time.monotonic())
-        found = answer_of(process, waiting_for=f"the login to {host}", limit_s=left_s)
-        said = found[1] if found is not None else f"the login was not complete after {3 * LOGIN_S} s."
-        why = " ".join(said.split()) or f"exit code {process.returncode}"
-        if process.returncode == LOST or found is None:
-            yield UserError(
-                f"ssh cannot log in to {host}.",
-                why=why,
-                do=f"make `{shlex.join(['ssh', *_target(host), 'true'])}` work without a prompt: check the host's name, "
-                "address and key in ~/.ssh/config",
-            )
-        elif process.returncode:
-            yield UserError(
-                f"{host} does not have the folder {job.folder}.",
-                why=why,
-                do="start the run in a folder that all nodes share under the same path",
-            )
+    if code:
+        return UserError(
+            f"{host} does not have the folder {job.folder}.",
+            why=why,
+            do="start the run in a folder that all nodes share under the same path",
+        )
+    return None
 
 
 class _SshNode(AttachedProcess):
