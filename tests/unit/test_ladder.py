@@ -237,15 +237,19 @@ def test_a_finished_trial_is_read_and_a_damaged_one_is_not(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        (-9, "killed by SIGKILL, as the system does when memory runs out, without output"),
-        (-15, "killed by SIGTERM, without output"),
-        (1, "exit code 1: the last words"),
+        (-9, "killed by SIGKILL, as the system does when memory runs out; last output: step 3"),
+        (-15, "killed by SIGTERM; last output: step 3"),
+        (1, "exit code 1: step 3"),
+        (3, "exit code 3, without output"),
     ],
 )
 def test_why_a_trial_died(code: int, said: str, tmp_path: Path) -> None:
-    log, ends = tmp_path / "log", f"os.kill(os.getpid(), {-code})"
-    if code > 0:
-        ends = "print('the last words'); raise SystemExit(1)"
+    log, ends = (
+        tmp_path / "log",
+        f"os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})",
+    )
+    if "step 3" in said:
+        ends = f"print('step 3', flush=True); {ends}"
     with log.open("wb") as out:
         done = subprocess.run([sys.executable, "-c", f"import os; {ends}"], stdout=out, check=False)
     assert why_ended(done.returncode, log) == said

@@ -237,11 +237,12 @@ def test_an_option_without_effect_is_told_and_not_swallowed(tmp_path: Path) -> N
         ({"eval_batch_size": 4, "skip_eval": True}, "eval_batch_size", False),
         ({"result": "best", "eval_samples": 0}, "result", False),
         ({"result": "best"}, "result", True),
+        ({"grad_norm": 0.3}, "grad_norm", True),
+        ({"grad_norm": 0.3, "optimizer": "lion"}, "grad_norm", False),
+        ({"grad_norm": 0.3, "optimizer": "lion_8bit"}, "grad_norm", False),
     ],
 )
-def test_options_about_evaluations_without_effect_are_told(
-    asked: dict[str, Any], option: str, has_effect: bool
-) -> None:
+def test_options_without_effect_are_told(asked: dict[str, Any], option: str, has_effect: bool) -> None:
     found = [a for a in plan_on("h200", **asked).adjustments if "has no effect" in a.reason]
     assert [a.option for a in found] == ([] if has_effect else [option])
 

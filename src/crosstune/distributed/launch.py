@@ -211,11 +211,13 @@ def launch(
             if isinstance(begin, Outcome):
                 return begin
             if begin.node_rank and begin.attempt == 0:
-                last = begin.first_rank + begin.num_local - 1
-                some = f"rank {last}" if begin.num_local == 1 else f"ranks {begin.first_rank} to {last}"
                 note(
-                    f"joined   as node {begin.node_rank} of {begin.num_nodes}, {some} of {begin.size}; node 0 "
-                    f"({begin.master_addr}) prints the progress"
+                    joined_line(
+                        node=f"node {begin.node_rank} of {begin.num_nodes}",
+                        ranks=range(begin.first_rank, begin.first_rank + begin.num_local),
+                        size=begin.size,
+                        master_addr=begin.master_addr,
+                    )
                 )
             processes = Processes(folder=folder, first_rank=begin.first_rank, signals=signals)
             started.append(processes)
@@ -236,6 +238,12 @@ def launch(
 
 
 @contextlib.contextmanager
+def joined_line(*, node: str, ranks: Sequence[int], size: int, master_addr: str) -> str:
+    """Return the line of a node without rank 0, which has no progress to print."""
+    some = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"joined   as {node}, {some} of {size}; node 0 ({master_addr}) prints the progress"
+
+
 def _passing(signals: list[int]) -> Iterator[list[Processes]]:
     """Forward stop signals to the processes of the newest attempt; kill processes that still run at the end."""
     started: list[Processes] = []

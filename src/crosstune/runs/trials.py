@@ -169,7 +169,10 @@ def why_ended(code: int, log: Path) -> str:
         how = f"killed by {signal_name(-code)}"
         if -code == signal.SIGKILL:
             how += ", as the system does when memory runs out"
-    return f"{how}: {' / '.join(said)}" if said else f"{how}, without output"
+    if not said:
+        return f"{how}, without output"
+    # The last line before a signal is progress, not the reason.
+    return f"{how}{'; last output' if code < 0 else ''}: {' / '.join(said)}"
 
 
 def ran_out_of_memory(events: Sequence[Mapping[str, Any]]) -> bool:

@@ -16,7 +16,7 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, LIBRARY_FAULTS, PeerLost, UserError
 from crosstune.core.events import Observer
 from crosstune.distributed.environment import read_nodes, read_ranks
-from crosstune.process.ranks import Group
+from crosstune.process.ranks import Group, Ranks
 
 if TYPE_CHECKING:
     from crosstune.cli.terminal.screen import ProgressLine, Screen
@@ -95,7 +95,23 @@ def run_in_processes(
     from crosstune.distributed.group import connected, errors_with_rank
 
     with connected(config, ranks) as group, errors_with_rank(group):
+        if ranks is not None and ranks.launcher is None:
+            _announce_node(ranks)
         return train(after_restart(config, group), group)
+
+
+def _announce_node(ranks: Ranks) -> None:
+    """Announce a node without rank 0, whose processes torchrun or a scheduler started."""
+    if not ranks.node_rank or ranks.local_rank or ranks.attempt:
+        return
+    from crosstune.distributed.launch import joined_line
+
+    here, node = (
+        range(ranks.rank, ranks.rank + ranks.local_size),
+        f"node {ranks.node_rank} of {ranks.num_nodes}",
+    )
+    line = joined_line(node=node, ranks=here, size=ranks.size, master_addr=ranks.master_addr)
+    print(line, file=sys.stderr, flush=True)
 
 
 def announce_run(command: str, config: Config) -> None:

@@ -12,6 +12,11 @@ ROWS_BY_BATCH = Condition(
     "", lambda now: not now["rows_per_step"], "with --rows_per_step, which sets the rows of a step"
 )
 CLIPPING = with_option("apply_gradient_clipping")
+STEPS_BY_GRADIENT = Condition(
+    "",
+    lambda now: not now["optimizer"].startswith("lion"),
+    "on the size of a step with {optimizer}: it uses only the signs of averaged gradients",
+)
 ADAM = Condition("adamw or adam", lambda now: "adam" in now["optimizer"])
 SCHEDULE_WITH_FLOOR = Condition(
     ", ".join(SCHEDULES_WITH_FLOOR), lambda now: now["lr_scheduler"] in SCHEDULES_WITH_FLOOR
@@ -130,7 +135,11 @@ class TrainingOptions:
     )
     apply_gradient_clipping: bool = option(True, "Clip the gradient norm")
     grad_norm: float = option(
-        1.0, "Maximum gradient norm", aliases=("max_grad_norm",), high=1e9, needs=(CLIPPING,)
+        1.0,
+        "Maximum gradient norm",
+        aliases=("max_grad_norm",),
+        high=1e9,
+        needs=(CLIPPING, STEPS_BY_GRADIENT),
     )
     seed: int = option(
         42,
