@@ -237,13 +237,13 @@ def launch(
                 say([f"{cause} {again}", *(line for line in rest if not line.startswith("  do:"))])
 
 
-@contextlib.contextmanager
 def joined_line(*, node: str, ranks: Sequence[int], size: int, master_addr: str) -> str:
     """Return the line of a node without rank 0, which has no progress to print."""
     some = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     return f"joined   as {node}, {some} of {size}; node 0 ({master_addr}) prints the progress"
 
 
+@contextlib.contextmanager
 def _passing(signals: list[int]) -> Iterator[list[Processes]]:
     """Forward stop signals to the processes of the newest attempt; kill processes that still run at the end."""
     started: list[Processes] = []
