@@ -16,6 +16,8 @@ import pytest
 from injection import ranks
 from injection.bench import Bench
 
+from crosstune.distributed.master import free_ports
+
 pytestmark = pytest.mark.slow
 MASTER = "10.213.77.1"
 LIMIT_S = 15.0
@@ -114,6 +116,29 @@ def test_two_machines_train_as_one(bench: Bench, machines: tuple[str, str], tmp_
     assert ranks.differences(ranks.read_bits(tmp_path / "two"), wanted) == []
     assert "finished" in said and "joined" not in said
     assert "joined   as node 1 of 2, rank 1 of 2" in quiet and "all processes finished" in quiet
+
+
+def test_a_node_of_torchrun_says_that_it_joined(bench: Bench, tmp_path: Path) -> None:
+    started, [port] = [], free_ports(1)
+    for node in range(2):
+        variables = {
+            "RANK": node,
+            "WORLD_SIZE": 2,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "GROUP_RANK": node,
+        }
+        variables |= {"GROUP_WORLD_SIZE": 2, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
+        said = tmp_path / f"{node}.said"
+        words = [sys.executable, "-m", "crosstune", *bench.words("lora", tmp_path / "run", **ranks.OPTIONS)]
+        environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+        with said.open("w") as file:
+            process = subprocess.Popen(words, env=environment, stdout=file, stderr=file, text=True)
+        started.append((process, said))
+    (first, said), (second, quiet) = ends(started)
+    assert (first, second) == (0, 0), said + quiet
+    assert "finished" in said and "joined" not in said
+    assert quiet.startswith("joined   as node 1 of 2, rank 1 of 2; node 0 (127.0.0.1)")
 
 
 def test_a_machine_that_takes_itself_for_the_first_is_told(
