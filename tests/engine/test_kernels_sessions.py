@@ -152,6 +152,7 @@ def test_divided_targets_of_a_judge(tiny_model: Path, window: list[TokenBatch]) 
             shares=shares,
             scores=np.zeros(2, np.float32),
             ends=np.zeros(2, np.int32),
+            by_rows=False,
         )
         losses.append(session.backward(prepare_window(session, [judged])))
     for found in losses[1:]:

@@ -86,7 +86,6 @@ def test_bits_are_changed_from_the_original_weights(
     assert (recorded["started_from"], recorded["reference"]) == ("original", str(plain))
     assert same_weights(tmp_path / "direct", tmp_path / "recorded")
     assert recorded["agreement"]["relative"] == pytest.approx(direct["agreement"]["relative"], rel=0.1)
-    assert recorded["before"]["weights"] > 0.2
     back = report_of(capsys, "convert", str(two), "--to", "hf", "--out", str(tmp_path / "back"))
     assert back["started_from"] == "original" and same_weights(plain, tmp_path / "back")
     again = json.loads((tmp_path / "recorded" / "crosstune.json").read_text())["converted"]

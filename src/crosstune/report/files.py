@@ -82,10 +82,12 @@ def load_run(run_dir: Path, *, most_bytes: int | None = None) -> RunFiles:
                 f"{run_dir} is a {kind}, not a run.",
                 do=f"open {run_dir / kind}.html, or specify one of the runs in {run_dir / 'trials'}",
             )
+        same_name = Path(RUNS) / run_dir.name
+        is_meant = run_dir.parent == Path() and same_name.is_dir()
         raise UserError(
             f"{run_dir} is not a run folder.",
             why=f"it has neither {' nor '.join(IDENTIFYING_FILES)}.",
-            do=f"specify a run folder, such as {RUNS}/<name>",
+            do=f"specify {same_name}" if is_meant else f"specify a run folder, such as {RUNS}/<name>",
         )
     problems: list[str] = []
     path = folder / "metrics.jsonl"

@@ -36,7 +36,7 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, 
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into a run folder, atomically."""
     target = run_dir / REPORT
-    write_page(target, render(load_run(run_dir)))
+    write_page(target, render(load_run(run_dir)), is_own=True)
     return target
 
 

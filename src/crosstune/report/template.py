@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from crosstune.core import __version__
 from crosstune.core.safe_text import printable
+from crosstune.files.atomic_files import write_bytes
 from crosstune.files.outputs import write_output
 from crosstune.report.charts import Chart
 from crosstune.report.layout import layout
@@ -78,10 +79,10 @@ def _environment() -> Environment:
     return environment
 
 
-def write_page(target: Path, html: str) -> None:
-    """Write a page atomically."""
+def write_page(target: Path, html: str, *, is_own: bool = False) -> None:
+    """Write a page atomically; one that `is_own` to a folder of ours replaces even a pipe, on which a writer would wait."""
     # A model may generate a lone surrogate, which UTF-8 cannot encode.
-    write_output(target, html.encode("utf-8", errors="replace"))
+    (write_bytes if is_own else write_output)(target, html.encode("utf-8", errors="replace"))
 
 
 def _digest(text: str) -> str:

@@ -31,7 +31,7 @@ LADDER_FILE, SWEEP_FILE = "ladder.json", "sweep.json"
 def write_trials_page(file: Path, *, command: str) -> Path:
     """Write the page of a ladder.json or sweep.json next to it; `command` trains with the options that were found."""
     target = file.with_suffix(".html")
-    write_page(target, render_trials(file, command=command))
+    write_page(target, render_trials(file, command=command), is_own=True)
     return target
 
 
