@@ -62,10 +62,12 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         (home / path).write_text(code)
     rows = [{"task": f"t{n}", "answer": "42" if n % 2 else "no", "score": 1 + 4 * (n % 2)} for n in range(30)]
     (home / "labeled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    crosstune.train(
-        recipe="judge", model_name=str(tiny_model), dataset=str(home / "labeled.jsonl"), max_steps=2, backend="cpu",
-        precision="fp32", skip_eval=True, output_dir=str(home / "runs"), name="grader", progress=False, score_scale="1-5",
-    )  # fmt: skip
+    for seed, name in enumerate(("grader", "checker")):
+        crosstune.train(
+            recipe="judge", model_name=str(tiny_model), dataset=str(home / "labeled.jsonl"), max_steps=2, backend="cpu",
+            precision="fp32", skip_eval=True, output_dir=str(home / "runs"), name=name, progress=False, score_scale="1-5",
+            seed=seed,
+        )  # fmt: skip
     return home
 
 
@@ -136,5 +138,5 @@ def test_the_judges_and_the_server_of_the_page(opened: list[OpenedRewards]) -> N
     judge, watched, server = opened[9:]
     [[alone]] = scores(judge, "42")
     assert 0 <= alone <= 1 and judge.names == ["judge_grader"]
-    assert watched.names == ["judge_grader", "watch/grader"] and watched.weights == [1.0, 0.0]
+    assert watched.names == ["judge_grader", "watch/checker"] and watched.weights == [1.0, 0.0]
     assert scores(server, "42", "43") == [[0.5], [0.0]]

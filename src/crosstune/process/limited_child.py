@@ -90,7 +90,7 @@ class ChildLost(Exception):
 
 class Worker:
     """A file of Python in a child process that is kept alive. For each call it reads a line of JSON from its standard input,
-    and writes a line of JSON to its standard output. After a death or a time-out, the next call starts it again."""
+    and writes a line of JSON to its standard output. After a crash or a time-out, the next call starts it again."""
 
     def __init__(self, program: Path, *, memory_bytes: int, environment: Mapping[str, str]) -> None:
         self._command = command_of(program, memory_bytes=memory_bytes)

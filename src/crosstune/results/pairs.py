@@ -1,6 +1,6 @@
 """Make preference pairs: sample answers, score them, keep the best and the worst. Check pairs with a second judge.
 
-Answers are scored by a trained judge, or by a Python function of the user.
+A trained judge or a user's Python function scores the answers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _is_finite(found: Any) -> bool:
 
 
 def _find_function(file: str, name: str) -> Scorer:
-    """Import a function of the user, which runs the code of its module."""
+    """Import a user's function, which runs the code of its module."""
     path, spec = Path(file).expanduser().absolute(), f"{file}:{name}"
     is_file = path.suffix == ".py"
     if is_file and not path.is_file():

@@ -1,1 +1,1 @@
-"""Sweep options: run a trial for each choice of values, stop poor ones early, and find the best."""
+"""Sweep options: run a trial for each combination of values, stop poor trials early, and find the best."""

@@ -1,6 +1,6 @@
 """Read the ranges and lists that a sweep varies, choose the values of trials with Optuna, and prune trials.
 
-Every choice is a function of the seed and of the trials that have ended, so a killed sweep continues as if nothing happened.
+Each choice depends only on the seed and on the ended trials, so a killed sweep continues as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def pruned_at(
 
 
 def importances(space: Space, trials: Sequence[Trial], *, maximize: bool) -> dict[str, float]:
-    """Return the share of each option in the differences between finished trials; empty if there are too few."""
+    """Return how much each option explains of the differences between finished trials; empty if there are too few trials."""
     if sum(trial.status == "finished" for trial in trials) < FEWEST_FOR_IMPORTANCE or len(space) < 2:
         return {}
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
@@ -213,7 +213,7 @@ def importances(space: Space, trials: Sequence[Trial], *, maximize: bool) -> dic
 
 
 def _study(space: Space, trials: Sequence[Trial], *, seed: int, maximize: bool) -> optuna.Study:
-    """Return a study that has seen the trials; running ones too, so that parallel trials differ."""
+    """Return a study that knows all trials, including running ones, so that parallel trials differ."""
     import optuna
     from optuna.trial import TrialState
 
@@ -228,7 +228,7 @@ def _study(space: Space, trials: Sequence[Trial], *, seed: int, maximize: bool) 
         )
     study = optuna.create_study(direction="maximize" if maximize else "minimize", sampler=sampler)
     for trial in trials:
-        # A failed trial counts as worse than all others: it may have diverged, or needed too much memory.
+        # A failed trial ranks below all others: it may have diverged or run out of memory.
         state = {"started": TrialState.RUNNING, "finished": TrialState.COMPLETE}.get(
             trial.status, TrialState.PRUNED
         )

@@ -35,7 +35,7 @@ _EVENTS_BYTES, _LAST_ROW_BYTES = 1 << 24, 1 << 13
 
 
 def device_slots(plan: Plan, parallel: int | None) -> list[dict[str, str]]:
-    """Return the environment variables of the trials that run at once: each gets its own devices, as far as there are enough."""
+    """Return the environment variables of each concurrent trial, which give it its own devices as long as there are enough."""
     variable, each = backend_specs()[plan.backend.name].visible_devices, max(1, plan.world_size)
     devices = visible_devices(variable, count=len(plan.backend.devices)) if variable else []
     groups = [devices[at : at + each] for at in range(0, len(devices) - each + 1, each)]
@@ -97,7 +97,7 @@ class Sweep:
         ]
 
     def run(self) -> None:
-        """Run the trials that have not ended. KeyboardInterrupt: stopped; the same sweep continues later."""
+        """Run the trials that have not ended. Raise KeyboardInterrupt when stopped; the same sweep continues later."""
         try:
             while self._start_trials() or self._running:
                 time.sleep(POLL_S)
@@ -141,7 +141,7 @@ class Sweep:
         write_json(self.folder / SWEEP_FILE, self.to_json())
 
     def _start_trials(self) -> bool:
-        """Start trials in the free slots; return False if there is none to start."""
+        """Start trials in the free slots; return False if no trial was started."""
         started = False
         for slot in range(len(self.slots)):
             if slot not in self._running and (trial := self._next()) is not None:
@@ -151,7 +151,7 @@ class Sweep:
         return started
 
     def _next(self) -> Trial | None:
-        """Return a trial that an earlier process left, or choose a new one and record it; None if there are enough."""
+        """Return a trial that an earlier process left unfinished, or choose and record a new one; None if there are enough."""
         running = [trial.number for trial, _ in self._running.values()]
         left = [t for t in self.trials if t.status == "started" and t.number not in running]
         if left or len(self.trials) >= self.num_trials:
@@ -177,7 +177,7 @@ class Sweep:
         return self.folder / "trials" / trial.name
 
     def _look(self, slot: int) -> None:
-        """Read what a trial has written; end it if it is poor, and restart it if it was killed."""
+        """Read the new output of a trial; stop a poor trial, and restart a killed one."""
         trial, process = self._running[slot]
         code = process.code  # before its last evaluations are read
         evaluations = self._read_evaluations(trial)

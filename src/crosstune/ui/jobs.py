@@ -64,7 +64,7 @@ class Jobs:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, kind: str, words: Sequence[str], *, target: str) -> dict[str, Any]:
-        """Start a command in a session of its own."""
+        """Start a command in its own session."""
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         folder = self.folder / name
         folder.mkdir(parents=True)

@@ -71,7 +71,7 @@ class Runs:
         return folder
 
     def listing(self, group: str = "") -> dict[str, Any]:
-        """Return the runs of a folder, the newest first, and the folders with runs of their own."""
+        """Return the runs of a folder, newest first, and the folders that contain further runs."""
         folder = self.find(group) if group else self.parent
         runs, groups = [], []
         for path in sorted(_members(folder)):
@@ -154,8 +154,8 @@ class Runs:
         return self._cached(("changes", name, after), (now, status), make)
 
     def _cached_while_training(self, name: tuple[str, str], folder: Path, make: Callable[[], T]) -> T:
-        """Return what was made of a run. While only rows and events are added, it is made again when it costs a small share of a
-        core, however many pages ask: what is new is on the stream."""
+        """Return the cached result of `make` for a run. While only rows and events are added, the result is made again only
+        as often as a small share of a core allows, however many pages ask; new rows arrive through the stream."""
         stamps, running = _stamps(folder), self.is_running(folder)
 
         def is_fresh(found: _Entry) -> bool:
@@ -240,13 +240,13 @@ def _changes(folder: Path, after: str, now: str, status: str) -> Changes:
 
 
 def group_kind(folder: Path) -> str:
-    """Return the kind of a folder that contains runs of its own, with or without a result; empty for other folders."""
+    """Return the kind of a folder that contains runs (a ladder or a sweep); empty for other folders."""
     found = next((kind for name, kind in _GROUP_FILES.items() if any(_stamp(folder / name))), "")
     return found or ("ladder" if _is_folder(folder / "trials") else "")
 
 
 def _render_group(file: Path, kind: str) -> str:
-    """Return the page of a ladder or a sweep, with the command that uses what it found."""
+    """Return the page of a ladder or a sweep, with the command that uses its result."""
     options = file.with_name("train.yaml" if kind == "ladder" else "best.yaml")
     command = f"crosstune train --config {shlex.quote(str(options))}" if options.is_file() else ""
     return render_trials(file, command=command)

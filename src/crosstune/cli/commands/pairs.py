@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 
 A judge is a run of `crosstune judge train`, or a Python function that this command imports and runs, such as
 `def short(prompt, answer): return -len(answer)`; it may also have the arguments messages and reference. Higher is better.
-A judge of two answers compares all of them; the score of an answer is its mean probability of winning, from 0 to 1."""
+A pairwise judge compares all answers with each other; the score of an answer is its mean probability of winning, from 0 to 1."""
 
 
 def make_parser() -> ActionParser:

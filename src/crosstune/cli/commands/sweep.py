@@ -26,7 +26,7 @@ EXAMPLES = """examples:
   crosstune sweep --over lr=1e-4..1e-3:log --trials 24 --name rates     (repeat the command: more trials, or after a stop)
   crosstune train --config runs/rates/best.yaml                         (train with the best values)
 
-Each trial is an ordinary run in NAME/trials. Optuna chooses the values from the trials before. A trial stops early if its
+Each trial is an ordinary run in NAME/trials. Optuna proposes values based on earlier trials. A trial stops early if its
 evaluations are worse than the median of the finished trials at the same step."""
 SHOW_S = 1.0
 EVALUATIONS = 5
@@ -42,14 +42,14 @@ def make_parser() -> Parser:
     add = parser.add_argument
     over = "vary an option: NAME=LOW..HIGH, NAME=LOW..HIGH:log, or NAME=A,B,C; repeat it for more options"
     add("--over", action="append", default=[], metavar="NAME=VALUES", help=over)
-    metric = "evaluated metric that decides (default eval_loss)"
+    metric = "metric that ranks the trials (default eval_loss)"
     add("--metric", default="eval_loss", metavar="NAME", help=metric)
-    goal = "better direction of the metric; the default follows from its name"
+    goal = "better direction of the metric; required if the name of the metric does not tell it"
     add("--goal", choices=("min", "max"), help=goal)
     add("--trials", type=at_least(1), default=12, metavar="N", help="number of trials (default 12)")
-    parallel = "trials that run at the same time (default: one for each device)"
+    parallel = "number of trials that run at the same time (default: one per device)"
     add("--parallel", type=at_least(1), metavar="N", help=parallel)
-    pruning = "stop trials early if they are worse than the median (default), or never"
+    pruning = "stop trials that are worse than the median (default), or none"
     add("--pruning", choices=("median", "none"), default="median", help=pruning)
     return parser
 

@@ -1,7 +1,7 @@
 // Draw the charts of the server with uPlot: zoom, other axes, marks, values under the pointer, and new points.
 import { figure, h } from "./dom.js";
 
-// A canvas needs the colour itself, not a variable that depends on light or dark.
+// A canvas needs the color itself, not a variable that depends on light or dark.
 const probe = h("i", { hidden: true });
 document.body.append(probe);
 const colour = (name) => { probe.style.color = `var(${name})`; return getComputedStyle(probe).color; };

@@ -11,7 +11,7 @@ from crosstune.config.options.rewards import RewardSpec
 from crosstune.core.rewards import ScoredAnswer
 
 Scores = list[float | str | None]
-"""For each answer its score, None if it has none, or the reason of a failure."""
+"""For each answer, its score, None if the reward does not apply, or the reason for a failure."""
 
 _NUMBER = re.compile(
     r"(?<![\w.])[-+−]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:e[-+]?\d{1,3}(?!\w))?", re.I
@@ -26,18 +26,18 @@ class Reward:
     """A reward without its name and weight."""
 
     def score(self, answers: Sequence[ScoredAnswer]) -> Scores:
-        """Return for each answer its score, None if it has none, or the reason of a failure."""
+        """Return for each answer its score, None if the reward does not apply, or the reason for a failure."""
         raise NotImplementedError
 
     def identity(self) -> Any:
-        """Return everything, apart from the text of the request, that determines the scores, as JSON."""
+        """Return everything that determines the scores apart from the text of the request, as JSON."""
 
     def close(self) -> None:
         """End child processes and free models, if there are any."""
 
 
 class CheckReward(Reward):
-    """An `exact`, `number`, `contains`, `length` or `tags` reward: a check of each answer alone, in this process."""
+    """An `exact`, `number`, `contains`, `length` or `tags` reward: check each answer separately, in this process."""
 
     def __init__(self, spec: RewardSpec) -> None:
         self._kind, self._argument = spec.kind, spec.argument
@@ -56,7 +56,7 @@ class CheckReward(Reward):
 
 
 def final_text(answer: str) -> str:
-    """Return the text after the reasoning: after the last `</think>`, and inside the last `<answer>` if there is one."""
+    """Return the text after the last `</think>`; if it has an `<answer>` element, only the content of the last one."""
     text = answer.rpartition("</think>")[2]
     inside, closed, _ = text.rpartition("</answer>")
     _, opened, found = inside.rpartition("<answer>")
@@ -92,7 +92,7 @@ def _each(expected: Any) -> Sequence[Any]:
 
 
 def _length(text: str, argument: str) -> float:
-    """Return 1 within MIN-MAX; the score falls to 0 towards an empty answer, and towards twice the longest length."""
+    """Return 1 within MIN-MAX; outside, the score falls linearly to 0 at an empty answer and at twice MAX."""
     low, high = map(int, argument.removesuffix("chars").split("-"))
     length = len(text) if argument.endswith("chars") else len(text.split())
     if length < low:
@@ -101,7 +101,7 @@ def _length(text: str, argument: str) -> float:
 
 
 def _tags(text: str, names: Sequence[str]) -> float:
-    """Return 1 if the text is the elements in their order, each once, with only white space around them."""
+    """Return 1 if the text consists of the elements in this order, each once, with only whitespace around them."""
     rest = text
     for name in names:
         before, opened, rest = rest.partition(f"<{name}>")

@@ -1,4 +1,4 @@
-"""Score answers in child processes with limits: a function of the user, a pattern, JSON, or the code of an answer."""
+"""Score answers in child processes with limits: user functions, patterns, JSON schemas, and tests of generated code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Limits:
 
 
 class FunctionReward(Reward):
-    """A function with TRL's signature, in a child process that is started again after a death or a time-out."""
+    """A function with TRL's signature, in a child process that is started again after a crash or a time-out."""
 
     def __init__(
         self, file: Path, function: str, *, text: str, limits: Limits, say: Callable[[str], None]
@@ -58,7 +58,7 @@ class FunctionReward(Reward):
         return self._call(_columns(answers), len(answers))
 
     def _call(self, columns: Mapping[str, Any], num_answers: int) -> Scores:
-        """Return the scores of a call, or the reason of its failure for every answer."""
+        """Return the scores of a call; if the call fails, the reason for every answer."""
         problem = "" if self._worker.is_alive else self._start()
         found: Scores = []
         if not problem:
@@ -73,14 +73,14 @@ class FunctionReward(Reward):
         self._worker.close()
 
     def _start(self) -> str:
-        """Import the function in a new process; return the reason of a failure, or an empty text."""
+        """Import the function in a new process; return the reason for a failure, or an empty text."""
         request = {"file": str(self._file.absolute()), "function": self._function}
         if problem := self._ask(request, wait_s=max(self._limits.time_s, _START_S))[1]:
             self.close()
         return problem
 
     def _ask(self, request: Any, *, wait_s: float) -> tuple[Scores, str]:
-        """Return the scores and the reason why there are none, or an empty text."""
+        """Return the scores, and the reason for a failure or an empty text."""
         try:
             reply = self._worker.call(request, wait_s=wait_s)
         except ChildLost as error:
@@ -106,7 +106,7 @@ def check_file(file: Path, text: str) -> None:
 
 
 class PatternReward(FunctionReward):
-    """A pattern or a JSON schema, each answer in a call of its own: one that takes too long is the only one without a score."""
+    """A pattern or a JSON schema. Each answer has its own call, so that a slow search costs only its own answer the score."""
 
     def __init__(self, function: str, *, text: str, bound: Mapping[str, Any], limits: Limits) -> None:
         file, self._bound = _PROGRAMS / "pattern_functions.py", dict(bound)
@@ -143,7 +143,7 @@ def read_schema(file: str) -> Any:
 
 @dataclass(kw_only=True)
 class CodeReward(Reward):
-    """The fraction of a column's tests that the last fenced block of Python passes, each answer in a process of its own."""
+    """The fraction of a column's tests that the last fenced block of Python passes; each answer runs in its own process."""
 
     column: str
     limits: Limits
@@ -166,7 +166,7 @@ class CodeReward(Reward):
         return found.get("passed", 0) / len(listed)
 
     def _run(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the report of the child; empty if it was ended, or did not write one."""
+        """Return the report of the child; empty if the child was killed or wrote none."""
         token = secrets.token_hex()
         seconds = max(1, round(self.limits.time_s + 0.5))
         command = command_of(

@@ -34,8 +34,8 @@ class FindJudge(Protocol):
 
 
 class JudgeReward(Reward):
-    """Scores of a judge as fractions of its scale, or the rewards of a reward model as they are. It is loaded for the first
-    answers, and reads their text with its own tokenizer."""
+    """Scores of a judge, rescaled to 0-1, or the unchanged rewards of a reward model. The judge is loaded when the first
+    answers are scored, and reads text with its own tokenizer."""
 
     def __init__(self, run: str, *, find: FindJudge, backend: str, observer: Observer) -> None:
         self._scorer, self._observer = find(run, backend=backend), observer
@@ -65,16 +65,16 @@ class JudgeReward(Reward):
 
 @dataclass(kw_only=True)
 class ServerReward(Reward):
-    """Scores from 0 to 1 by a model behind a server, which reads the rubric, the conversation and the answer."""
+    """Scores from 0 to 1 by a model behind a server. The model reads the rubric, the conversation and the answer."""
 
     server: ServerModel
     rubric: str
     patience_s: float
-    """Time without any answer from the server after which the run ends."""
+    """The run ends if the server does not reply for this time."""
     warn: Callable[[str], None]
 
     def score(self, answers: Sequence[ScoredAnswer]) -> Scores:
-        """Score the answers. While the server does not respond, retry after ever longer waits; finally raise
+        """Score the answers. If the server does not respond, retry with growing waits, and finally raise
         RewardUnavailable."""
         found: dict[int, float | str | None] = {}
         waited_s, wait_s = 0.0, _FIRST_WAIT_S
@@ -125,7 +125,7 @@ class ServerReward(Reward):
 
 
 def connect_server(address: str, *, api_key: str, allow_remote: bool) -> ServerModel:
-    """Return the model of `URL`, the first of the server, or of `URL#MODEL`."""
+    """Return the model named in `URL#MODEL`; for `URL`, the first model that the server lists."""
     url, _, name = address.partition("#")
     host = None
     with contextlib.suppress(ValueError):  # `connect` rejects it

@@ -45,7 +45,7 @@ _FIRST_WARNINGS = 3
 
 
 def reward_specs(config: Config) -> list[RewardSpec]:
-    """Return the rewards of --reward, and the judge of --watch_judge without a weight."""
+    """Return the rewards of --reward, and the judge of --watch_judge with weight 0."""
     try:
         specs = parse_rewards(config.reward, config.reward_weights) if config.reward else []
     except ValueError as error:
@@ -80,7 +80,7 @@ def check_columns(config: Config, known: Collection[str]) -> None:
 
 
 def check_files(config: Config) -> None:
-    """Raise if a file of a reward is missing or cannot be read. No code of a user runs."""
+    """Raise if a file of a reward is missing or cannot be read. The user's code is not run."""
     for spec in reward_specs(config):
         if spec.kind == FUNCTION:
             _check_function(spec)
@@ -142,7 +142,7 @@ class NamedReward:
     _num_problems: int = field(default=0, init=False)
 
     def score(self, answers: Sequence[ScoredAnswer]) -> list[float]:
-        """Return the scores, nan for a failure, which is counted and warned about; raise if all scores fail."""
+        """Return the scores, nan for a failure. Failures are counted and reported; raise if all scores fail."""
         found = self.reward.score(answers)
         if self.spec.kind in OF_COLUMNS:
             column = self.spec.argument
