@@ -23,6 +23,7 @@ from crosstune.recipes.sft import SftRecipe
 from crosstune.report import RunFiles, load_run, write_report
 from crosstune.report.comparison import compare_runs, write_comparison
 from crosstune.report.formatting import change_between, display_of, page_metrics, show_option
+from crosstune.report.judge_section import TITLES
 from crosstune.report.next_steps import use_result
 from crosstune.report.outcome import end_of, evaluations, totals, training_loss
 from crosstune.report.run_list import read_listed
@@ -288,6 +289,9 @@ def test_totals_without_a_summary() -> None:
 def test_the_direction_of_a_metric_is_that_of_its_name() -> None:
     better = {"token_accuracy": 1, "shuffled_accuracy": 0, "nats_per_token": -1, "chrf": 1, "mean_length": 0}
     assert {name: display_of(name, [0.2, 0.3]).better for name in better} == better
+    lower = {name for name in TITLES if display_of(name, [0.5]).better < 0}
+    higher = {name for name in TITLES if display_of(name, [0.5]).better > 0}
+    assert lower == {"mae", "rmse", "ece"} and lower | higher == TITLES.keys()
     assert change_between(1.0, 2.0, display_of("eval_loss", [1.0, 2.0])).verdict == "worse"
     assert change_between(0.5, 0.4, display_of("judge/accuracy", [0.5, 0.4])).verdict == "worse"
     assert change_between(2.0, 2.0, display_of("loss", [2.0])).verdict == "unchanged"
