@@ -18,6 +18,7 @@ from crosstune.cli.commands.train import try_report
 from crosstune.cli.terminal.screen import Screen
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
+from crosstune.files import run_lock
 from crosstune.models.tiny import tiny_model
 from crosstune.recipes.sft import SftRecipe
 from crosstune.report import RunFiles, load_run, write_report
@@ -253,7 +254,7 @@ def test_control_characters_and_lone_surrogates_are_escaped(tmp_path: Path) -> N
         ({"status": "failed", "error": "no memory"}, [], "failed", "no memory"),
         ({"status": "stopped"}, [{"kind": "stopped", "reason": "SIGTERM"}], "stopped", "Stop button"),
         ({}, [{"kind": "failed", "error": "bad news"}], "failed", "bad news"),
-        ({}, [], "stopped", "No end is recorded"),
+        ({}, [], "unknown", "No end is recorded"),
     ],
 )
 def test_the_end_of_a_run(
@@ -261,6 +262,16 @@ def test_the_end_of_a_run(
 ) -> None:
     end = end_of(RunFiles(folder=Path("run"), summary=summary, events=events))
     assert end.status == status and said in end.detail
+
+
+def test_the_page_of_a_killed_run_has_the_status_of_the_list(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", without=("summary.json",))
+    with run_lock.hold(folder):
+        pass
+    page = render_page(folder)
+    assert read_listed(folder, changed=0.0).status == "killed"
+    assert "✕ killed" in page.words() and "Killed. No end is recorded" in page.words()
+    assert "stopped" not in page.words().lower()
 
 
 def test_totals_without_a_summary() -> None:

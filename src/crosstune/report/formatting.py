@@ -118,7 +118,7 @@ def show_count(value: float) -> FormattedValue:
 
 
 def show_examples(data: Mapping[str, Any]) -> str:
-    """Format the amount of training data from a run's data report: pairs, labelled answers or examples."""
+    """Format the amount of training data from a run's data report: pairs, labeled answers or examples."""
     examples, pairs = number(mapping(data.get("train")).get("examples")), number(data.get("pairs"))
     if pairs:
         return f"{show_count(pairs).text} pairs" + (

@@ -166,7 +166,7 @@ def _calibration(report: Mapping[str, Any]) -> Chart | None:
 
 
 def _square(title: str, points: list[tuple[float, float]], radii: list[float], **more: Any) -> Chart | None:
-    series = [Series(label="items", points=points, look="scatter", colour=2, radii=radii)]
+    series = [Series(label="items", points=points, look="scatter", color=2, radii=radii)]
     if not points:
         return None
     return Chart(title=title, series=series, shape="square", from_zero=True, shows_figures=False, **more)

@@ -1,4 +1,4 @@
-"""The `preference` recipe: train on pairs of a better and a worse answer (DPO and its family), or on labelled answers (KTO)."""
+"""The `preference` recipe: train on pairs of a better and a worse answer (DPO and its family), or on labeled answers (KTO)."""
 
 from __future__ import annotations
 

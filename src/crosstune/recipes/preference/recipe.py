@@ -1,4 +1,4 @@
-"""Train on preferences: the loss of pairs or labelled answers, evaluation by rewards, accuracy and generated answers."""
+"""Train on preferences: the loss of pairs or labeled answers, evaluation by rewards, accuracy and generated answers."""
 
 from __future__ import annotations
 
