@@ -33,10 +33,10 @@ TEMPLATE = (
 
 
 def draw(chance: random.Random, color: str, number: int) -> Image.Image:
-    """Draw squares of shades of a color, at random places of a grid, on a noisy grey of random brightness."""
-    grey = chance.randrange(70, 180)
+    """Draw squares of shades of a color, at random places of a grid, on a noisy gray of random brightness."""
+    gray = chance.randrange(70, 180)
     noise = Image.frombytes("L", (32, 32), chance.randbytes(32 * 32))
-    picture = noise.point(lambda value: grey + value // 8 - 16).convert("RGB")
+    picture = noise.point(lambda value: gray + value // 8 - 16).convert("RGB")
     for place in chance.sample(range(4), number):
         side = chance.randrange(9, 13)
         left, top = (16 * cell + chance.randrange(16 - side) for cell in (place % 2, place // 2))

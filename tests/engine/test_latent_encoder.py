@@ -15,6 +15,7 @@ from latents import make_tokenizer, write_encoder
 from torch.nn import functional
 
 from crosstune.core.errors import UserError
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion import torch_parts
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
 from crosstune.recipes.latent_diffusion.encoders import MINILM, open_encoder
@@ -51,6 +52,16 @@ def test_the_encoder_pools_and_normalises(
     monkeypatch.setitem(torch_parts._ENCODED_ROWS, "cpu", 2)
     expected = embed_singly(folder, texts, pooling=pooling)
     np.testing.assert_allclose(encoder.encode(texts), expected, atol=1e-5)
+
+
+def test_the_limit_of_an_encoder_leaves_other_readers_of_its_tokenizer_alone(folder: Path) -> None:
+    text = "a cat sees a cat sees dogs"
+    whole = Tokenizer.from_folder(folder)
+    expected = whole.rust.encode(text).ids
+    record = {"name": "x", "dim": 16, "sha256": "", "pooling": "mean"}
+    SentenceEncoder(folder, record=record, longest=3, device="cpu")
+    assert len(expected) > 3
+    assert whole.rust.encode(text).ids == Tokenizer.from_folder(folder).rust.encode(text).ids == expected
 
 
 def test_an_encoder_whose_weights_are_cut_off_is_named(tmp_path: Path) -> None:

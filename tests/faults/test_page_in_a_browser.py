@@ -180,6 +180,21 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
+def test_prompts_are_previewed_without_a_share_of_supervised_tokens(browser: Browser, folder: Path) -> None:
+    data = folder / "prompts.jsonl"
+    data.write_text("".join(f'{{"prompt": "Add {n}", "answer": "7"}}\n' for n in range(9)))
+    with page(folder) as (_, url, _):
+        browser.driver.get(url)
+        browser.go("#/new")
+        browser.fill(recipe="rl", model_name="tiny-random", dataset=str(data))
+        browser.press("Preview the data")
+        browser.until("document.querySelector('.preview pre')?.textContent.includes('Add')")
+        text = browser.run("return document.querySelector('.preview').innerText")
+        assert "duplicates" in text and "prompts with answer" in text
+        assert "NaN" not in text and "supervised" not in text
+        browser.check_quiet()
+
+
 def test_every_journey_and_every_kill(browser: Browser, folder: Path) -> None:
     with page(folder) as (server, url, port):
         browser.driver.get(url)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class _SameDay:
 @pytest.fixture(scope="module")
 def base(tiny_model: Path) -> Tokenizer:
     made = Tokenizer.from_folder(tiny_model)
+    made = replace(made, rust=deepcopy(made.rust))
     made.rust.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
     return replace(
         made,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ SYSTEM = [{"role": "system", "content": "Be brief."}]
 @pytest.fixture(scope="module")
 def base(tiny_model: Path) -> Tokenizer:
     made = Tokenizer.from_folder(tiny_model)
+    made = replace(made, rust=deepcopy(made.rust))
     made.rust.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
     return replace(made, bos_token="<s>", eos_token="</s>", special=(*made.special, *SPECIAL), num_rows=None)
 

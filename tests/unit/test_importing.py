@@ -16,6 +16,7 @@ from crosstune.cli.main import main
 from crosstune.config.load import load_config, make_config
 from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError
+from crosstune.core.schedule import SCHEDULES
 from crosstune.importing.tools import TOOLS
 from crosstune.importing.translate import Imported, import_file
 from crosstune.recipes.preference.open_pairs import open_preferences
@@ -317,6 +318,19 @@ def test_options_of_the_command_replace_keys(tmp_path: Path) -> None:
     )
     assert not {"warmup_steps", "max_steps", "lora_dropout"} & {*found.options, *found.added}
     assert found.added["lr_scheduler"] == "linear" and found.options["num_epochs"] == 2
+
+
+def test_every_schedule_is_another_trainers_or_said_to_differ(tmp_path: Path) -> None:
+    taken = set()
+    for name in SCHEDULES:
+        file = write(tmp_path, "a.yml", AXOLOTL.replace("lr_scheduler: cosine", f"lr_scheduler: {name}"))
+        if "lr_scheduler" not in (found := import_file(file)).options:
+            assert any("differs" in note.text for note in found.missing), name
+        else:
+            taken.add(name)
+            assert found.options["lr_scheduler"] == name
+    # Add a schedule here only if it equals the one of this name in the other trainers.
+    assert taken == {"constant", "linear", "cosine", "exponential"}
 
 
 def test_bad_files(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_chosen_and_rejected_answers_are_pairs_in_random_order(tmp_path: Path, w
     assert kept[0] == kept[1]
     data = open_judge_data(make_config(recipe="judge", head="scalar", dataset=str(path)))
     assert len(data.train) + len(data.val) + len(data.test) == 41, "a tie teaches no reward"
-    [single] = read(write_jsonl([{"messages": turns}]), labelled=False, rewards=True)
+    [single] = read(write_jsonl([{"messages": turns}]), labeled=False, rewards=True)
     assert single.answers == ("x",) and single.prompt == turns[:1], "not a verdict"
 
 
@@ -241,7 +241,7 @@ def test_a_score_is_the_expected_value_of_its_labels(scale: Scale) -> None:
             spread = labels.distribution(float(score))
             assert spread.sum() == pytest.approx(1) and (spread > 0).sum() <= 2
             assert (spread * labels.values).sum() == pytest.approx(score, abs=1e-9)
-            nearest, _, share = labels.neighbours(float(score))
+            nearest, _, share = labels.neighbors(float(score))
             assert share <= 0.5 and spread[nearest] == pytest.approx(1 - share)
 
 

@@ -364,3 +364,12 @@ def test_marks_belong_to_the_turn_that_writes_them(
     assert [learned(made, place) for place in range(len(made.train))] == [*[kept] * bool(kept), "a0CALL look"]
     if kept:
         assert learned(opened(spaced_model, write_jsonl([history]))) == "a1"
+
+
+def test_a_tokenizer_that_is_opened_again_is_parsed_again_only_if_it_changed(tmp_path: Path) -> None:
+    trained("byte_level").save(str(tmp_path / "tokenizer.json"))
+    first = Tokenizer.from_folder(tmp_path)
+    assert Tokenizer.from_folder(tmp_path).rust is first.rust
+    trained("metaspace").save(str(tmp_path / "tokenizer.json"))
+    changed = Tokenizer.from_folder(tmp_path)
+    assert changed.rust is not first.rust and changed.digest != first.digest

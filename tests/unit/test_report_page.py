@@ -18,11 +18,13 @@ from crosstune.cli.commands.train import try_report
 from crosstune.cli.terminal.screen import Screen
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
+from crosstune.files import run_lock
 from crosstune.models.tiny import tiny_model
 from crosstune.recipes.sft import SftRecipe
 from crosstune.report import RunFiles, load_run, write_report
 from crosstune.report.comparison import compare_runs, write_comparison
 from crosstune.report.formatting import change_between, display_of, page_metrics, show_option
+from crosstune.report.judge_section import TITLES
 from crosstune.report.next_steps import use_result
 from crosstune.report.outcome import end_of, evaluations, totals, training_loss
 from crosstune.report.run_list import read_listed
@@ -252,7 +254,7 @@ def test_control_characters_and_lone_surrogates_are_escaped(tmp_path: Path) -> N
         ({"status": "failed", "error": "no memory"}, [], "failed", "no memory"),
         ({"status": "stopped"}, [{"kind": "stopped", "reason": "SIGTERM"}], "stopped", "Stop button"),
         ({}, [{"kind": "failed", "error": "bad news"}], "failed", "bad news"),
-        ({}, [], "stopped", "No end is recorded"),
+        ({}, [], "unknown", "No end is recorded"),
     ],
 )
 def test_the_end_of_a_run(
@@ -260,6 +262,16 @@ def test_the_end_of_a_run(
 ) -> None:
     end = end_of(RunFiles(folder=Path("run"), summary=summary, events=events))
     assert end.status == status and said in end.detail
+
+
+def test_the_page_of_a_killed_run_has_the_status_of_the_list(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", without=("summary.json",))
+    with run_lock.hold(folder):
+        pass
+    page = render_page(folder)
+    assert read_listed(folder, changed=0.0).status == "killed"
+    assert "✕ killed" in page.words() and "Killed. No end is recorded" in page.words()
+    assert "stopped" not in page.words().lower()
 
 
 def test_totals_without_a_summary() -> None:
@@ -288,6 +300,9 @@ def test_totals_without_a_summary() -> None:
 def test_the_direction_of_a_metric_is_that_of_its_name() -> None:
     better = {"token_accuracy": 1, "shuffled_accuracy": 0, "nats_per_token": -1, "chrf": 1, "mean_length": 0}
     assert {name: display_of(name, [0.2, 0.3]).better for name in better} == better
+    lower = {name for name in TITLES if display_of(name, [0.5]).better < 0}
+    higher = {name for name in TITLES if display_of(name, [0.5]).better > 0}
+    assert lower == {"mae", "rmse", "ece"} and lower | higher == TITLES.keys()
     assert change_between(1.0, 2.0, display_of("eval_loss", [1.0, 2.0])).verdict == "worse"
     assert change_between(0.5, 0.4, display_of("judge/accuracy", [0.5, 0.4])).verdict == "worse"
     assert change_between(2.0, 2.0, display_of("loss", [2.0])).verdict == "unchanged"

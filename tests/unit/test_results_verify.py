@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from crosstune.core.logit_distance import measure_agreement
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.adapter_files import copy_template, copy_tokenizer, save_template
 from crosstune.models.quantized_folder import dense_bytes, stored_format
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.models.weights import Tensor, write_safetensors
 from crosstune.results.gguf_check import compare_answers
-from crosstune.results.verify import chat_problems, make_prompts
+from crosstune.results.verify import chat_problems, largest_difference, make_prompts, report_agreement
 
 
 @pytest.fixture
@@ -116,6 +117,24 @@ def test_an_answer_that_ends_too_early_in_llama_cpp_is_a_difference(bare: Path) 
     assert counts["same"] == 0 and not explained
     words = [repr(tokenizer.decode([each], keep_special=True)) for each in (word, end, other)]
     assert counts["difference"] == "after {}, llama.cpp continues with {} instead of {}".format(*words)
+
+
+def test_the_surest_token_that_a_result_replaces_is_shown(bare: Path) -> None:
+    tokenizer = Tokenizer.from_folder(bare)
+    prompt = tokenizer.rust.encode("ab cd", add_special_tokens=False).ids
+    own = [np.zeros((len(prompt), 512), np.float32) for _ in range(2)]
+    for each in own:
+        each[:, 40] = 1.0
+    own[1][1, 40] = 5.0
+    assert largest_difference(bare, [prompt] * 2, own, own) == ""
+    other = [each.copy() for each in own]
+    other[0][0, 41] = other[1][1, 42] = 9.0
+    words = [repr(tokenizer.decode([*ids], keep_special=True)) for ids in (prompt[:2], [42], [40])]
+    expected = "after {}, it continues with {} instead of {}".format(*words)
+    found = largest_difference(bare, [prompt] * 2, own, other)
+    assert found == expected
+    report = report_agreement(measure_agreement(own, other), "fp32", difference=found)
+    assert report["agreement"]["difference"] == expected and not report["verified"]
 
 
 def test_logits_are_compared_on_the_last_answers_of_the_run_too(bare: Path) -> None:

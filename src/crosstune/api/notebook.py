@@ -100,7 +100,7 @@ def loss_curves(losses: Sequence[Point], evaluated: Sequence[Point]) -> Markup:
         return Markup()
     series = [Series(label="training", points=losses)]
     if evaluated:
-        series.append(Series(label="evaluation", points=evaluated, look="marked", colour=2))
+        series.append(Series(label="evaluation", points=evaluated, look="marked", color=2))
     chart = base64.b64encode(draw_file(Chart(title="Loss", series=series, shape="wide")).encode()).decode()
     held_out = f"; evaluation {evaluated[-1][1]:.4g}" if evaluated else ""
     return _CURVES.format(chart, losses[0][1], losses[-1][1], losses[-1][0], held_out)

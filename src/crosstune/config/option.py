@@ -66,6 +66,18 @@ class OnResume(Flag):
     """The option determines the shape or scale of adapters."""
     NEW_BLOCKS = auto()
     """The option determines the trained blocks."""
+    MODEL = auto()
+    """The option chooses the model, whose hash a resume compares."""
+    ORDER = auto()
+    """The option determines the rows of a step, or the answers to its prompts."""
+    QUANTIZATION = auto()
+    """The option determines the quantized base."""
+    TRAINABLE = auto()
+    """The option determines what is trained: the method, or the number of layers with adapters."""
+    OPTIMIZER = auto()
+    """The option determines which moments are stored."""
+    OBJECTIVE = auto()
+    """The option determines the loss of preferences or distillation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,9 +44,9 @@ def measure_agreement(reference: Logits, other: Logits) -> Agreement:
         kl += float((np.exp(p) * (p - q)).sum())
         same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
         count += len(ours)
-        centred = ours - ours.mean(-1, keepdims=True)
-        squared_difference += float(((theirs - theirs.mean(-1, keepdims=True) - centred) ** 2).sum())
-        squared_reference += float((centred**2).sum())
+        centered = ours - ours.mean(-1, keepdims=True)
+        squared_difference += float(((theirs - theirs.mean(-1, keepdims=True) - centered) ** 2).sum())
+        squared_reference += float((centered**2).sum())
     return Agreement(
         max_abs=max_abs,
         mean_kl=float(np.maximum(0.0, kl / count)),

@@ -9,7 +9,7 @@ from typing import Any
 
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential")
 SCHEDULES_WITH_FLOOR = ("cosine", "cosine_with_restarts", "exponential")
-"""Schedules that end at `floor_ratio` of the peak; the others end at 0 or stay at the peak."""
+"""Schedules that use `floor_ratio`, the fraction of the peak at which they end."""
 NUM_CYCLES = 3
 POLYNOMIAL_POWER = 2.0
 ON_EXTEND = ("stretch", "constant", "restart")

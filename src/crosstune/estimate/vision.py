@@ -313,7 +313,7 @@ class Tower:
     intermediate: int
     num_layers: int
     patch_values: int
-    """The values of a patch: pixels of three colours."""
+    """The values of a patch: pixels of three colors."""
     num_parameters: int = 0
     """Of tower and projector."""
     projector: int = 0

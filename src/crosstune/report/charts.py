@@ -34,7 +34,7 @@ from crosstune.report.series import (
 
 MIN_LOG_RATIO = 3.0
 """Smallest ratio of highest to lowest value for which a logarithmic axis is offered."""
-NUM_COLOURS = 7
+NUM_COLORS = 7
 MAX_BINS = 200
 _STEP_CHARTS = (
     ("Learning rate", "lr", False),
@@ -47,12 +47,12 @@ _STEP_CHARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One curve. `colour` is an index into the palette of the page; `look` distinguishes curves without color."""
+    """One curve. `color` is an index into the palette of the page; `look` distinguishes curves without color."""
 
     label: str
     points: Sequence[Point]
     look: Literal["line", "faint", "marked", "scatter", "bars"] = "line"
-    colour: int = 1
+    color: int = 1
     radii: Sequence[float] = ()
     """The size of each point of a scatter plot."""
     key: str = ""
@@ -152,14 +152,14 @@ def run_charts(run: RunFiles, *, smoothing: float = 1.0) -> list[Chart]:
     charts += _paired_charts(run, ordered(both), evaluated, smoothing)
     for name in ordered(evaluated):
         if name != "loss" and name not in both:
-            series = [Series(label=label_of(name), points=evaluated[name], look="marked", colour=2)]
+            series = [Series(label=label_of(name), points=evaluated[name], look="marked", color=2)]
             charts.append(_metric_chart("Evaluation: ", name, series))
     for name in trained:
         if name in both:
             continue
         charts.append(_metric_chart("Training: ", name, _with_smoothed(run, name, smoothing)))
     for title, name, smoothed in _STEP_CHARTS:
-        plain = [Series(label=title.lower(), points=step_points(run.metrics, name), colour=3, key=name)]
+        plain = [Series(label=title.lower(), points=step_points(run.metrics, name), color=3, key=name)]
         charts.append(_metric_chart(title, name, _with_smoothed(run, name, smoothing) if smoothed else plain))
     moves = run_moves(run)
     charts = [replace(chart, span=span, marks=[*moves, *chart.marks]) for chart in charts]
@@ -183,9 +183,9 @@ def _paired_charts(
         for place, each in enumerate(drawn):
             before = f"{each.partition('/')[2]}, " if len(drawn) > 1 else ""
             points = smoothed_points(run, each, smoothing=smoothing)
-            series.append(Series(label=f"{before}training", points=points, colour=1 + 2 * place))
+            series.append(Series(label=f"{before}training", points=points, color=1 + 2 * place))
             series.append(
-                Series(label=f"{before}held-out", points=evaluated[each], look="marked", colour=2 + 2 * place)
+                Series(label=f"{before}held-out", points=evaluated[each], look="marked", color=2 + 2 * place)
             )
         label = label_of(name)
         title = (
@@ -262,7 +262,7 @@ def _metric_chart(title: str, name: str, series: Sequence[Series], **more: Any) 
 def _loss_chart(run: RunFiles, smoothing: float) -> Chart:
     series = _with_smoothed(run, "loss", smoothing)
     if evaluated := evaluation_losses(run):
-        series.append(Series(label="evaluation", points=evaluated, look="marked", colour=2))
+        series.append(Series(label="evaluation", points=evaluated, look="marked", color=2))
     marks, notes = list[Mark](), list[str]()
     if (best := best_evaluation(run)) is not None:
         lowest = show_number(best.loss).text
@@ -291,8 +291,8 @@ def overlay_charts(runs: Sequence[RunFiles], names: Sequence[str], *, smoothing:
             Series(
                 label=names[place],
                 points=points[place],
-                colour=1 + place % NUM_COLOURS,
-                look="marked" if marked or place >= NUM_COLOURS else "line",
+                color=1 + place % NUM_COLORS,
+                look="marked" if marked or place >= NUM_COLORS else "line",
             )
             for place, _ in drawn
         ]
@@ -355,5 +355,5 @@ def memory_chart(timeline: Any) -> Chart | None:
     points = [(1000 * at, size) for at, size in pairs if at is not None and size is not None]
     if len(points) < 2:
         return None
-    series = [Series(label="allocated", points=points, colour=3)]
+    series = [Series(label="allocated", points=points, color=3)]
     return _metric_chart("Allocated memory", "memory_bytes", series, x_label="ms", shape="single")

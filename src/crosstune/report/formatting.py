@@ -31,6 +31,7 @@ _DETAIL = re.compile(
     r"(?:reward_|rewards/.+/)std|completions/(?:max|mean_terminated)_length|clip_ratio/(?:low|high)_mean|(?:sampling|time)/.+"
 )
 """Metrics of generated answers that only metrics.jsonl has."""
+# Words in the names of metrics.
 _LOWER_IS_BETTER = frozenset(
     {"loss", "nll", "nats", "perplexity", "ppl", "error", "mse", "mae", "rmse", "wer", "cer", "ece"}
 )
@@ -47,10 +48,26 @@ _SHARES = frozenset(
         "auc",
         "share",
         "winrate",
+        "within",
+        "consistency",
     }
 )
 _HIGHER_IS_BETTER = _SHARES | frozenset(
-    {"bleu", "chrf", "rouge", "correlation", "spearman", "pearson", "kendall", "win", "margins", "reward"}
+    {
+        "bleu",
+        "chrf",
+        "rouge",
+        "correlation",
+        "spearman",
+        "pearson",
+        "kendall",
+        "qwk",
+        "kappa",
+        "win",
+        "margin",
+        "margins",
+        "reward",
+    }
 )
 _OUT_OF_100 = frozenset({"bleu", "chrf"})
 _SPELLING = {

@@ -11,6 +11,7 @@ from crosstune.files.plain_files import UnreadableFile, read_plain_text
 from crosstune.files.run_record import JUDGE_METRICS, JUDGE_PREDICTIONS
 from crosstune.report.charts import Chart, Series
 from crosstune.report.files import listed, mapping, number
+from crosstune.report.formatting import display_of
 
 TITLES = {
     "mae": "MAE",
@@ -29,7 +30,6 @@ TITLES = {
     "rouge_l": "ROUGE-L",
 }
 """Metric -> title, in the order of the table."""
-LOWER_IS_BETTER = frozenset({"mae", "rmse", "ece"})
 MAX_POINTS = 2000
 MAX_CHARACTERS = 400
 _LIMIT_BYTES = 256 << 20
@@ -63,7 +63,7 @@ def metric_table(report: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, 
     known = {name for each in columns.values() for name in mapping(each.get("metrics"))}
     rows = [
         (
-            f"{title} {'↓' if name in LOWER_IS_BETTER else '↑'}",
+            f"{title} {'↓' if _is_lower_better(name) else '↑'}",
             [_cell(each, name) for each in columns.values()],
         )
         for name, title in TITLES.items()
@@ -81,8 +81,8 @@ def compare_with_best(report: Mapping[str, Any]) -> str:
     own = _value(report, main)
     if own is None or not found:
         return ""
-    best = (min if main in LOWER_IS_BETTER else max)(found, key=found.__getitem__)
-    loses = own >= found[best] if main in LOWER_IS_BETTER else own <= found[best]
+    best = (min if _is_lower_better(main) else max)(found, key=found.__getitem__)
+    loses = own >= found[best] if _is_lower_better(main) else own <= found[best]
     verdict = " The judge is no better than this baseline." if loses else ""
     if main == "mae":
         return (
@@ -90,6 +90,10 @@ def compare_with_best(report: Mapping[str, Any]) -> str:
             f"differs by {found[best]:.2f}.{verdict}"
         )
     return f"It agrees with the labels on {own:.0%} of the pairs; the best baseline ({best}) on {found[best]:.0%}.{verdict}"
+
+
+def _is_lower_better(name: str) -> bool:
+    return display_of(name, []).better < 0
 
 
 def _value(report: Mapping[str, Any], name: str) -> float | None:
@@ -162,7 +166,7 @@ def _calibration(report: Mapping[str, Any]) -> Chart | None:
 
 
 def _square(title: str, points: list[tuple[float, float]], radii: list[float], **more: Any) -> Chart | None:
-    series = [Series(label="items", points=points, look="scatter", colour=2, radii=radii)]
+    series = [Series(label="items", points=points, look="scatter", color=2, radii=radii)]
     if not points:
         return None
     return Chart(title=title, series=series, shape="square", from_zero=True, shows_figures=False, **more)

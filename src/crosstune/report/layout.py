@@ -155,7 +155,7 @@ def chart_data(chart: Chart, *, num_buckets: int) -> dict[str, Any]:
             {
                 "label": each.label,
                 "look": each.look,
-                "colour": each.colour,
+                "color": each.color,
                 "key": each.key,
                 "x": [at for at, _ in each.points],
                 "y": [None if value is None else _short(value / chart.divisor) for _, value in each.points],
@@ -252,7 +252,7 @@ def _readout(chart: Chart, drawn: Sequence[Series], across: Axis, y: Callable[[f
     series = [
         {
             "label": each.label,
-            "colour": each.colour,
+            "color": each.color,
             "points": [
                 [step, None, NOT_FINITE]
                 if value is None

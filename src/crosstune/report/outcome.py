@@ -52,7 +52,7 @@ class RunEnd(NamedTuple):
     """The status of a run, and its reason."""
 
     status: str
-    """finished, stopped, failed, running or damaged."""
+    """See `status_of`."""
     detail: str = ""
 
 
@@ -101,9 +101,9 @@ def end_of(run: RunFiles) -> RunEnd:
     if status == "running":
         return RunEnd(status, "This page shows the steps so far.")
     if status == "killed":
-        return RunEnd("stopped", "No end is recorded and no process holds the run lock: it was killed.")
+        return RunEnd(status, "No end is recorded, and no process holds the run lock.")
     if status == "unknown":
-        return RunEnd("stopped", "No end is recorded: it was killed, or its folder was copied while it ran.")
+        return RunEnd(status, "No end is recorded: it was killed, or its folder was copied while it ran.")
     event = next((_last(run, kind) for kind in (Failed, Stopped) if kind.kind == status), {})
     detail = str(run.summary.get("error") or event.get("error") or event.get("reason") or "")
     return RunEnd(status, _SIGNALS.get(detail, detail))

@@ -126,7 +126,7 @@ def _phases(phases: Mapping[str, Any]) -> list[dict[str, Any]]:
         share = number(mapping(phase).get("share")) or 0.0
         width = 100 * min(1.0, max(0.0, share))
         row = {"name": name, "share": show_share(share), "start": start, "width": width}
-        row["colour"] = 7 if name == "other" else 1 + place % 6
+        row["color"] = 7 if name == "other" else 1 + place % 6
         rows.append(row | {"time": show_seconds(number(mapping(phase).get("seconds")) or 0.0)})
         start += width
     return rows

@@ -12,11 +12,11 @@
     return Math.abs(points[low][0] - step) <= Math.abs(points[high][0] - step) ? low : high;
   };
 
-  const word = (label, value = "", colour = 0) => {
+  const word = (label, value = "", color = 0) => {
     const line = document.createElement("span");
     const strong = document.createElement("b");
     strong.textContent = value;
-    line.className = `c${colour}`;
+    line.className = `c${color}`;
     line.append(label, strong);
     return line;
   };
@@ -30,7 +30,7 @@
     const across = (step) => `${(100 * (step - steps[0])) / (steps[1] - steps[0])}%`;
     const dots = series.map((each) => {
       const dot = guide.appendChild(document.createElementNS(plot.namespaceURI, "circle"));
-      dot.setAttribute("class", `c${each.colour}`);
+      dot.setAttribute("class", `c${each.color}`);
       dot.setAttribute("r", 4);
       return dot;
     });
@@ -56,7 +56,7 @@
         dots[number].setAttribute("cx", across(at));
         dots[number].setAttribute("cy", `${100 * (height ?? 0)}%`);
         const where = at === step ? "" : ` at ${at.toLocaleString("en")}`;
-        lines.push(word(`${each.label}${where} `, text, each.colour));
+        lines.push(word(`${each.label}${where} `, text, each.color));
       });
       output.replaceChildren(...lines);
       aside(step);

@@ -58,7 +58,7 @@ def draw_file(chart: Chart) -> str:
         "<svg ", '<svg x="60" y="20" width="680" height="240" overflow="visible" ', 1
     )
     plot = re.sub(r' data-readout="[^"]*"', "", plot)  # for the script of the report
-    legend = "".join(f'<tspan class="c{each.colour}" dx="12">{each.label}</tspan>' for each in chart.series)
+    legend = "".join(f'<tspan class="c{each.color}" dx="12">{each.label}</tspan>' for each in chart.series)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="310" viewBox="0 0 760 310"><style>{_CHART_STYLE}</style>'
         f'<rect width="760" height="310" fill="#fff"/>{plot}<text x="60" y="302">{chart.title.lower()}:{legend}</text></svg>\n'

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.files.json_files import read_object
-from crosstune.report.charts import NUM_COLOURS, Chart, Series
+from crosstune.report.charts import NUM_COLORS, Chart, Series
 from crosstune.report.files import listed, mapping, number
 from crosstune.report.formatting import (
     FormattedValue,
@@ -112,8 +112,8 @@ def _middle(trials: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _losses(ends: Mapping[str, Any]) -> Chart:
-    series = [Series(label="original options", points=_points(ends, "base"), colour=1)]
-    series.append(Series(label="final options", points=_points(ends, "new"), colour=2, look="marked"))
+    series = [Series(label="original options", points=_points(ends, "base"), color=1)]
+    series.append(Series(label="final options", points=_points(ends, "new"), color=2, look="marked"))
     found = [each for each in series if each.points]
     return Chart(title="Loss of each step", series=found, shape="wide", shows_figures=False)
 
@@ -208,10 +208,10 @@ def _curves(metric: str, trials: Sequence[Mapping[str, Any]], *, best: Any) -> C
             found[step] = number(trial.get("value"))
         points: list[Point] = sorted(found.items())
         is_best = trial.get("name") == best
-        colour = 1 if is_best else 2 + len(series) % (NUM_COLOURS - 1)
+        color = 1 if is_best else 2 + len(series) % (NUM_COLORS - 1)
         if any(value is not None for _, value in points):
             look: Any = "line" if is_best else "faint"
-            series.append(Series(label=str(trial.get("name")), points=points, colour=colour, look=look))
+            series.append(Series(label=str(trial.get("name")), points=points, color=color, look=look))
     display = display_of(metric, [value for each in series for _, value in each.points if value is not None])
     return Chart(
         title=f"{metric} of each trial",

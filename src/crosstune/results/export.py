@@ -39,7 +39,13 @@ from crosstune.results.opened import (
     read_logits,
     show_bytes,
 )
-from crosstune.results.verify import VERDICT, chat_problems, refuse_unverified, report_agreement
+from crosstune.results.verify import (
+    VERDICT,
+    chat_problems,
+    largest_difference,
+    refuse_unverified,
+    report_agreement,
+)
 from crosstune.results.vllm import vllm_report
 from crosstune.runs.open_parts import show_progress
 from crosstune.runs.trained_folder import Trained
@@ -131,7 +137,9 @@ def _write_hf(
         return {}
     found = read_logits(stage.result, opened)
     verdict = report_agreement(
-        measure_agreement(source.expected, found), opened.precision, stored_format(stage.result)
+        measure_agreement(source.expected, found),
+        *(opened.precision, stored_format(stage.result)),
+        difference=largest_difference(stage.result, opened.prompts, source.expected, found),
     )
     return {"checked_by": opened.engine.reader} | verdict
 
@@ -146,11 +154,13 @@ def _write_mlx(
     view = mlx.readable(source.folder, view=stage.scratch / "view")
     rewrite = Rewrite(source=view, form=form.mlx, tokenizer=view)
     said = mlx.rewrite_folder(stage.result, rewrite, scratch=stage.scratch).warnings
-    agreement = measure_agreement(source.expected, mlx.logits(stage.result, opened.prompts))
+    written = mlx.logits(stage.result, opened.prompts)
+    agreement = measure_agreement(source.expected, written)
+    difference = largest_difference(view, opened.prompts, source.expected, written)
     plain = stored_format(source.folder)
     report = {"n_bits": form.bits, "checked_by": mlx.reader}
     if form.bits == PLAIN_BITS:
-        return report | report_agreement(agreement, opened.precision, plain)
+        return report | report_agreement(agreement, opened.precision, plain, difference=difference)
     # Quantization error can hide a wrong conversion, so compare the unquantized model too.
     if by_mlx:
         unquantized = {name: source.report[name] for name in VERDICT}
@@ -160,7 +170,7 @@ def _write_mlx(
     problems = (
         [] if unquantized["verified"] else ["mlx-lm computes different logits even before quantization"]
     )
-    report |= report_agreement(agreement, opened.precision, str(form.bits))
+    report |= report_agreement(agreement, opened.precision, str(form.bits), difference=difference)
     return report | {"unquantized": unquantized, "problems": problems, "said": said}
 
 

@@ -19,7 +19,7 @@ from crosstune.models.gguf_families import read_family
 from crosstune.models.gguf_tokenizer import find_kind, read_tokenizer
 from crosstune.results.opened import Opened, read_logits, show_rows
 from crosstune.results.run_rows import RunRows
-from crosstune.results.verify import report_agreement
+from crosstune.results.verify import report_agreement, show_choice
 
 NEW_TOKENS = 16
 _MUST = (
@@ -171,11 +171,7 @@ def compare_answers(
         for place, (ours, theirs) in enumerate(zip(chosen, made, strict=True)):
             is_far = float(own[place][ours] - own[place][theirs]) > 2 * rounding
             if ours != theirs and (not difference or (is_far and explained)):
-                start, *words = (
-                    shown(tokenizer.decode(ids, keep_special=True))
-                    for ids in (made[:place], [theirs], [ours])
-                )
-                difference = f"after {start}, llama.cpp continues with {words[0]} instead of {words[1]}"
+                difference = show_choice(tokenizer, made[:place], theirs, ours, by="llama.cpp")
             explained &= not is_far
     total = sum(len(made) for _, made in pairs)
     counts = {"compared": len(pairs), "same": same, "tokens": total, "difference": difference}

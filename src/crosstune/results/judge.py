@@ -42,12 +42,12 @@ def backend_for_test(config: Config, trained_on: str) -> str:
     return trained_on if trained_on not in ("cuda", "rocm", "xpu", "mps") else "cpu"
 
 
-def reader_for(request: JudgeRequest, config: Config, *, labelled: bool = True) -> ItemReader:
+def reader_for(request: JudgeRequest, config: Config, *, labeled: bool = True) -> ItemReader:
     """Return a reader of the items for a judge: by default on its scale."""
     _, settings = find_judge(request)
     scale = read_scale(settings.scale) if settings is not None else None
     rewards = settings is not None and settings.is_reward
-    return item_reader(config, labelled=labelled, scale=scale, rewards=rewards)
+    return item_reader(config, labeled=labeled, scale=scale, rewards=rewards)
 
 
 def make_journal(

@@ -23,7 +23,7 @@ from crosstune.models.quantized_folder import (
 )
 from crosstune.models.staged import check_out, staged
 from crosstune.results.opened import Opened, Request, find_original, open_adapter, open_request, show_bytes
-from crosstune.results.verify import chat_problems, refuse_unverified, report_agreement
+from crosstune.results.verify import chat_problems, largest_difference, refuse_unverified, report_agreement
 
 _INTO = ("original", "dequantized")
 _FAR_FROM_TRAINED = 0.1
@@ -103,7 +103,10 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
         "dtype": stored,
         "checked_by": engine.reader,
     }
-    report |= report_agreement(measure_agreement(expected, own), opened.precision, stored)
+    difference = largest_difference(folder, opened.prompts, expected, own)
+    report |= report_agreement(
+        measure_agreement(expected, own), opened.precision, stored, difference=difference
+    )
     if trained.quantization is not None:
         report |= _report_costs(wanted, {into: own, **found}, into)
     if "base" in found:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import shown
-from crosstune.core.logit_distance import BOUNDS, Agreement
+from crosstune.core.logit_distance import BOUNDS, Agreement, Logits, Prompts
 from crosstune.data.render.rendering import encode_prompt, render
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.staged import Unverified, unverified_path
@@ -21,6 +21,8 @@ _PROMPTS = (
 _SAMPLES = 3
 VERDICT = ("agreement", "bound", "verified")
 """The keys of `report_agreement`."""
+_TOKENS_SHOWN = 12
+"""Tokens before a difference."""
 _LONGEST_PROMPT = 512
 """A chat template may add any number of tokens."""
 
@@ -43,10 +45,29 @@ def make_prompts(folder: Path, samples: Sequence[Mapping[str, Any]] = ()) -> lis
     return [*_encode_prompts(tokenizer), *(row for row in rows if len(row) <= _LONGEST_PROMPT)]
 
 
-def report_agreement(agreement: Agreement, *formats: str) -> dict[str, Any]:
-    """Report the agreement and its bound, which depends on the coarsest dtype or quantization involved."""
+def report_agreement(agreement: Agreement, *formats: str, difference: str = "") -> dict[str, Any]:
+    """Report the agreement and its bound, which depends on the coarsest dtype or quantization involved, and a difference as
+    text."""
     bound = max(BOUNDS.get(word.partition("_")[0] if word not in BOUNDS else word, 1.0) for word in formats)
-    return {"agreement": agreement.to_json(), "bound": bound, "verified": agreement.relative <= bound}
+    more = {"difference": difference} if difference else {}
+    return {"agreement": agreement.to_json() | more, "bound": bound, "verified": agreement.relative <= bound}
+
+
+def largest_difference(folder: Path, prompts: Prompts, expected: Logits, found: Logits) -> str:
+    """Show the token of which the trained model is surest where a result prefers another; empty if there is none. `folder` has
+    the tokenizer."""
+    best, text, tokenizer = 0.0, "", Tokenizer.from_folder(folder)
+    for prompt, own, other in zip(prompts, expected, found, strict=True):
+        for place, (ours, theirs) in enumerate(zip(own.argmax(-1), other.argmax(-1), strict=True)):
+            if (margin := float(own[place, ours] - own[place, theirs])) > best:
+                before = prompt[max(0, place + 1 - _TOKENS_SHOWN) : place + 1]
+                best, text = margin, show_choice(tokenizer, before, int(theirs), int(ours), by="it")
+    return text
+
+
+def show_choice(tokenizer: Tokenizer, before: Sequence[int], theirs: int, ours: int, *, by: str) -> str:
+    start, *words = (shown(tokenizer.decode(ids, keep_special=True)) for ids in ([*before], [theirs], [ours]))
+    return f"after {start}, {by} continues with {words[0]} instead of {words[1]}"
 
 
 def refuse_unverified(report: Mapping[str, Any], out: Path, *, do: str | None = None) -> None:

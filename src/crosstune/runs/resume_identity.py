@@ -58,7 +58,10 @@ def identity_of(plan: Plan, model: ModelFolder | None, recipe: Recipe) -> dict[s
 
 
 def identity_of_options(plan: Plan) -> dict[str, Any]:
-    """Return the parts of the identity that need neither the model nor the data."""
+    """Return the parts of the identity that need neither the model nor the data.
+
+    The options that they depend on declare it in `on_resume`.
+    """
     config, objective = plan.config, dict[str, Any]()
     if config.recipe == "preference":
         objective = {"objective": parse_losses(config.preference_loss)}
@@ -111,6 +114,8 @@ def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
         if kind == "eval_data" and None in (before, after):
             continue  # one side has no evaluation
         if kind in ("order", "trainable"):
+            # A key of one side counts as None on the other. A key that every new run records would refuse all older
+            # checkpoints, and so would one that is no longer recorded: record a key only if it differs from the default.
             found += [
                 Difference(kind, key, before.get(key), after.get(key))
                 for key in sorted({*before, *after})

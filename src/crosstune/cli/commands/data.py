@@ -165,7 +165,7 @@ def _marked(pieces: Sequence[tuple[str, bool]], begin: str, end: str) -> str:
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:
-    """Return the data report of a recipe as lines; its values are computed in `Corpus.stats`."""
+    """Return the data report of a recipe, from its `describe`, as lines."""
     train = report["train"]
     rows = {
         "data": f"{report['dataset']}, read as {report['format']}",

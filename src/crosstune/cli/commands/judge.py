@@ -291,7 +291,7 @@ def _predict(own: argparse.Namespace, config: Config) -> int:
     from crosstune.runs.judges import open_judge
 
     request = _make_request(own, config, target=own.target, backend=config.backend)
-    items = read_split(reader_for(request, config, labelled=False), str(own.input), "test")
+    items = read_split(reader_for(request, config, labeled=False), str(own.input), "test")
     with Screen(live=True) as screen:
         judge = open_judge(request, items=items, config=config, observer=screen)
         journal = make_journal(own.output, judge, items, request, screen)

@@ -305,6 +305,8 @@ def _report_lines(report: Report) -> Iterable[Line]:
             yield f"  {trial['bytes'] / 1e6:10.3f} MB  {trial['kl']:.2e}  {trial['name']}{mark}"
     in_llama_cpp = "in llama.cpp: " if "llama_cpp" in report else ""
     yield f"checked  {in_llama_cpp}{_agreement(report['agreement'])} (bound {report['bound']:g})", GOOD
+    if difference := report["agreement"].get("difference"):
+        yield f"         {difference}"
     for name, meaning in _COMPARISONS.items():
         if name in report and meaning:
             yield f"  {meaning}:"

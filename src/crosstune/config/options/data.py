@@ -100,7 +100,12 @@ class DataOptions:
         needs=(EVALUATION, ANSWERS_COMPARED),
     )
     context_length: int = _option(
-        2048, "Maximum length of an example in tokens", aliases=("max_seq_length",), low=2, high=2**24
+        2048,
+        "Maximum length of an example in tokens",
+        aliases=("max_seq_length",),
+        low=2,
+        high=2**24,
+        on_resume=OnResume.MAY_CHANGE_DATA | OnResume.ORDER,
     )
     truncation: str = _option(
         "error",
@@ -116,7 +121,9 @@ class DataOptions:
         high=64_000_000,
         needs=(SFT,),
     )
-    packing: bool = option(False, "Pack multiple examples into one row, without attention between them")
+    packing: bool = option(
+        False, "Pack multiple examples into one row, without attention between them", on_resume=OnResume.ORDER
+    )
     train_on_prompt: bool = _option(
         False, "Compute the loss on prompts as well as answers", needs=(CONVERSATIONS,)
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from crosstune.config.conditions import Condition, with_recipe
-from crosstune.config.option import StringKind, option
+from crosstune.config.option import OnResume, StringKind, option
 
 DISTILL = with_recipe("distill")
 JSD = Condition("`--distill_loss jsd`", lambda now: now["distill_loss"] == "jsd")
@@ -31,11 +31,13 @@ class DistillOptions:
         "Compute the teacher's K most likely tokens of the training rows once before the first step, store them in the run, and "
         "free the teacher; 0: compute all in each step",
         high=2**20,
+        on_resume=OnResume.OBJECTIVE,
     )
     distill_loss: str = _option(
         "forward_kl",
         "Divergence of the student from the teacher; jsd: the generalized Jensen-Shannon divergence of distill_beta",
         choices=("forward_kl", "reverse_kl", "jsd"),
+        on_resume=OnResume.OBJECTIVE,
     )
     distill_beta: float = _option(
         0.5,
@@ -44,11 +46,21 @@ class DistillOptions:
         needs=(DISTILL, JSD),
     )
     distill_temperature: float = _option(
-        1.0, "Temperature of both distributions, and of the student's own answers", low=0.01, high=100
+        1.0,
+        "Temperature of both distributions, and of the student's own answers",
+        low=0.01,
+        high=100,
+        on_resume=OnResume.OBJECTIVE,
     )
-    ce_weight: float = _option(0.0, "Weight of the cross entropy of the data, added to the loss", high=1e6)
+    ce_weight: float = _option(
+        0.0,
+        "Weight of the cross entropy of the data, added to the loss",
+        high=1e6,
+        on_resume=OnResume.OBJECTIVE,
+    )
     on_policy_share: float = _option(
         0.0,
         "Fraction of the steps that train on the student's own answers to the prompts of the data",
         high=1,
+        on_resume=OnResume.OBJECTIVE,
     )

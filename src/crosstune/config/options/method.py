@@ -91,17 +91,20 @@ class MethodOptions:
         choices=partial(plugin_names, "crosstune.recipes"),
         instead={name: f"--recipe preference --preference_loss {name}" for name in LOSSES}
         | {name: f"--recipe rl --rl_loss {name}" for name in RL_LOSSES},
+        on_resume=OnResume.MAY_CHANGE_DATA,
     )
     train_type: str = option(
         "lora",
         "Training method; qlora and types with bnb or hqq in their name quantize the frozen base; llama_pro needs torch",
         choices=tuple(TRAIN_TYPE_PARTS),
+        on_resume=OnResume.TRAINABLE | OnResume.QUANTIZATION,
     )
     base_precision: str = _adapter(
         "auto",
         "Matmul precision for the frozen base; fp8 also stores an unquantized base in 8 bits; auto: --precision",
         choices=("auto", "fp8"),
         needs=(ADAPTERS, TORCH_ENGINE),
+        on_resume=OnResume.QUANTIZATION,
     )
     fp8_tolerance: float = _adapter(
         0.0025,
@@ -109,6 +112,7 @@ class MethodOptions:
         "training: the worst layer groups are not converted; 0: convert all layers",
         high=100,
         needs=(ADAPTERS, TORCH_ENGINE, FP8_BASE),
+        on_resume=OnResume.QUANTIZATION,
     )
     lora_rank: int = _adapter(16, "Rank of the adapters", low=1, high=2**16, on_resume=OnResume.ADAPTER)
     lora_alpha: float = _adapter(
@@ -202,9 +206,19 @@ class MethodOptions:
         on_resume=OnResume.NEW_BLOCKS,
     )
     quantization_backend: str = option(
-        "auto", "Quantization library for the frozen base", choices=_quantizer_names
+        "auto",
+        "Quantization library for the frozen base",
+        choices=_quantizer_names,
+        on_resume=OnResume.QUANTIZATION,
     )
-    n_bits: int = option(4, "Bits per weight in the quantized base", low=1, high=32, needs=(QUANTIZED_BASE,))
+    n_bits: int = option(
+        4,
+        "Bits per weight in the quantized base",
+        low=1,
+        high=32,
+        needs=(QUANTIZED_BASE,),
+        on_resume=OnResume.QUANTIZATION,
+    )
     group_size: int = option(
         64,
         "Weights per quantization scale",
@@ -212,22 +226,26 @@ class MethodOptions:
         low=1,
         high=2**20,
         needs=(QUANTIZED_BASE, SCALES_BY_GROUP),
+        on_resume=OnResume.QUANTIZATION,
     )
     quant_type: str = option(
         "auto",
         "Data type of the quantized base: nf4 or fp4 (bnb), int or float8 (quanto); auto: the library's default",
         choices=("auto", "nf4", "fp4", "int", "float8"),
         needs=(TORCH_ENGINE, QUANTIZED_BASE),
+        on_resume=OnResume.QUANTIZATION,
     )
     double_quant: bool = option(
         True,
         "Quantize the scales as well (bnb, 4 bits)",
         needs=(TORCH_ENGINE, QUANTIZED_BASE, DOUBLE_QUANT),
+        on_resume=OnResume.QUANTIZATION,
     )
     no_4bit: bool = option(
         False,
         "Do not quantize the base, regardless of --train_type",
         needs=(QUANTIZING_TRAIN_TYPE,),
+        on_resume=OnResume.QUANTIZATION,
     )
 
 
@@ -238,6 +256,7 @@ class ModelOptions:
         "Model to train: a bundled name, a folder, a .gguf file, or a hub id",
         aliases=("model",),
         holds=StringKind.PATH,
+        on_resume=OnResume.MODEL,
     )
     base_adapter: str | None = option(
         None, "Folder of an adapter to start from", needs=(ADAPTERS,), holds=StringKind.PATH
@@ -253,7 +272,12 @@ class ModelOptions:
         "Folder of an already expanded model, named ..._blk_exp-OLD-NEW; replaces model_name",
         needs=(LLAMA_PRO,),
         holds=StringKind.PATH,
+        on_resume=OnResume.MODEL,
     )
     mlx_config: str | None = option(
-        None, "JSON or YAML file with settings for the MLX engine", needs=(MLX_ENGINE,), holds=StringKind.PATH
+        None,
+        "JSON or YAML file with settings for the MLX engine",
+        needs=(MLX_ENGINE,),
+        holds=StringKind.PATH,
+        on_resume=OnResume.TRAINABLE,
     )

@@ -45,6 +45,7 @@ class PreferenceOptions:
         "orpo, simpo, cpo, sft; kto for single answers with a label",
         check=check_losses,
         joins_items=":",
+        on_resume=OnResume.OBJECTIVE,
     )
     beta: float | None = option(
         None,

@@ -30,6 +30,7 @@ class RlOptions:
         low=1,
         high=4096,
         aliases=("num_return_sequences",),
+        on_resume=OnResume.ORDER,
     )
     temperature: float = _option(
         1.0, "Temperature of the answers, in the generator and in the loss", low=0.01, high=100
@@ -47,7 +48,12 @@ class RlOptions:
         needs=(RL, CLIPPED_LOSS),
     )
     num_iterations: int = _option(
-        1, "Optimizer steps on the same answers", low=1, high=1000, needs=(RL, CLIPPED_LOSS)
+        1,
+        "Optimizer steps on the same answers",
+        low=1,
+        high=1000,
+        needs=(RL, CLIPPED_LOSS),
+        on_resume=OnResume.ORDER,
     )
     scale_rewards: str = _option(
         "auto",

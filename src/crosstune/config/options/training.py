@@ -42,6 +42,7 @@ class TrainingOptions:
         low=1,
         high=2**20,
         auto=AUTO,
+        on_resume=OnResume.ORDER,
     )
     gradient_accumulation_steps: int = option(
         1,
@@ -50,11 +51,13 @@ class TrainingOptions:
         low=1,
         high=2**20,
         needs=(ROWS_BY_BATCH,),
+        on_resume=OnResume.ORDER,
     )
     rows_per_step: int = option(
         0,
         "Rows per optimizer step across all devices; 0: batch_size x gradient_accumulation_steps x world_size",
         high=2**40,
+        on_resume=OnResume.ORDER,
     )
     eval_batch_size: int = option(
         0,
@@ -63,7 +66,7 @@ class TrainingOptions:
         needs=(EVALUATION,),
         on_resume=OnResume.FREE,
     )
-    optimizer: str = option("adamw", "Optimizer", choices=OPTIMIZERS)
+    optimizer: str = option("adamw", "Optimizer", choices=OPTIMIZERS, on_resume=OnResume.OPTIMIZER)
     lr: float = option(
         0.0002,
         "Peak learning rate; lower defaults: 2e-05 for --train_type full with adamw, 1e-05 for --recipe preference "
@@ -145,5 +148,5 @@ class TrainingOptions:
         42,
         "Seed for data order, adapter initialization and dropout",
         high=2**63 - 1,
-        on_resume=OnResume.MAY_CHANGE_DATA,
+        on_resume=OnResume.MAY_CHANGE_DATA | OnResume.ORDER,
     )

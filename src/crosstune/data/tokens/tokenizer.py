@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,9 +82,6 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         written = _read_tokenizer(folder)
         rust = _open(written, path)
-        # Truncation and padding are done elsewhere.
-        rust.no_truncation()
-        rust.no_padding()
         settings = _read_settings(folder / "tokenizer_config.json")
         tokens = _read_settings(folder / "special_tokens_map.json") | settings
         eos = _token_text(tokens.get("eos_token"))
@@ -235,20 +232,15 @@ class Tokenizer:
 
 
 def _read_tokenizer(folder: Path) -> bytes:
-    """Return tokenizer.json, after a trial if it may be slow; the library checks its structure."""
     path = folder / "tokenizer.json"
     try:
-        raw = read_plain(path, limit=TOKENIZER_LIMIT)
+        return read_plain(path, limit=TOKENIZER_LIMIT)
     except MissingFile as error:
         raise UserError(
             f"{folder} does not contain tokenizer.json.",
             why="crosstune reads fast tokenizers only.",
             do="create it with: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
         ) from error
-    tokenizer = object_of(raw, path, foreign=True)
-    if any(_may_be_slow(tokenizer.get(stage)) for stage in _STAGES):
-        try_tokenizer(raw, path=path)
-    return raw
 
 
 def try_tokenizer(raw: bytes, *, path: Path) -> None:
@@ -300,14 +292,26 @@ def _may_be_slow(value: Any) -> bool:
     return grows or has_regex or "precompiled_charsmap" in value or any(map(_may_be_slow, value.values()))
 
 
+@lru_cache(maxsize=1)
 def _open(raw: bytes, path: Path) -> RustTokenizer:
+    """Parse tokenizer.json, after a trial if it may be slow; the library checks its structure.
+
+    The last result is kept, because a command checks its request and then opens its data; change only a copy of it.
+    """
     from tokenizers import Tokenizer as RustTokenizer
 
+    tokenizer = object_of(raw, path, foreign=True)
+    if any(_may_be_slow(tokenizer.get(stage)) for stage in _STAGES):
+        try_tokenizer(raw, path=path)
     with _readable_panics(str(path)):
         try:
-            return RustTokenizer.from_buffer(raw)
+            rust = RustTokenizer.from_buffer(raw)
         except ValueError as error:
             raise UnreadableFile(path, str(error)[:300]) from error
+    # Truncation and padding are done elsewhere.
+    rust.no_truncation()
+    rust.no_padding()
+    return rust
 
 
 @contextlib.contextmanager

@@ -242,7 +242,7 @@ def baseline_verdicts(
     One is constant: the mean score, or the most frequent winner. The other uses only the answers' lengths: a linear fit
     for scores; for pairs the longer answer, or the shorter if it is more often better.
     """
-    known = [item for item in train if item.is_labelled] or list(items)
+    known = [item for item in train if item.is_labeled] or list(items)
     if items[0].is_pair:
         winners = [item.winner for item in known]
         constant = Judgement(winner=max(WINNERS, key=winners.count))

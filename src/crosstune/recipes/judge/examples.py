@@ -121,7 +121,7 @@ def soft_label(
     """Return the soft label at the first token where the two labels differ; None if the score equals a label."""
     if item.score is None:
         return None
-    nearest, other, share = verdict.labels.neighbours(item.score)
+    nearest, other, share = verdict.labels.neighbors(item.score)
     place = tokens.place_in(example.tokens, example.supervised)
     first, second = tokens.sequences[nearest], tokens.sequences[other]
     same = next(length for length, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)

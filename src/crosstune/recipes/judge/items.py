@@ -57,7 +57,7 @@ class Item:
         return len(self.answers) == 2
 
     @property
-    def is_labelled(self) -> bool:
+    def is_labeled(self) -> bool:
         return self.score is not None or self.winner is not None
 
 
@@ -144,7 +144,7 @@ class Labels:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def neighbours(self, score: float) -> tuple[int, int, float]:
+    def neighbors(self, score: float) -> tuple[int, int, float]:
         """Return the nearest label, the label on the score's other side, and its probability.
 
         The expected value of the two labels is the score.
@@ -157,7 +157,7 @@ class Labels:
 
     def distribution(self, score: float) -> NDArray[np.float64]:
         """Return the probability of each label for a score."""
-        nearest, other, share = self.neighbours(score)
+        nearest, other, share = self.neighbors(score)
         found = np.zeros(len(self.values))
         found[nearest] += 1.0 - share
         found[other] += share

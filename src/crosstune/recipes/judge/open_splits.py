@@ -92,7 +92,7 @@ def without_ties(items: Sequence[Item]) -> list[Item]:
 
 
 def item_reader(
-    config: Config, *, labelled: bool = True, scale: Scale | None = None, rewards: bool = False
+    config: Config, *, labeled: bool = True, scale: Scale | None = None, rewards: bool = False
 ) -> ItemReader:
     """Return a reader for the options of a configuration. `scale` is the default if neither user nor data specifies one."""
     asked = "score_scale" in config.sources
@@ -102,7 +102,7 @@ def item_reader(
         columns=parse_columns(config.columns, targets=TARGETS),
         group_by=config.group_by,
         references=config.references,
-        labelled=labelled,
+        labeled=labeled,
         rewards=rewards,
     )
 

@@ -66,7 +66,7 @@ class ItemReader:
     group_by: str | None = None
     """The column that groups rows; None: the column `group`, or the task."""
     references: str = "auto"
-    labelled: bool = True
+    labeled: bool = True
     """True if every row must have a score or a winner."""
     rewards: bool = False
     """True for a reward model: a conversation ends with the answer, not with a verdict."""
@@ -200,7 +200,7 @@ class ItemReader:
         value = fields.get(name)
         if value is not None and str(value).strip():
             return value
-        if self.labelled:
+        if self.labeled:
             raise UserError(f"The {name} is missing.", do=_SHAPES)
         return None
 

@@ -111,7 +111,7 @@ class VerdictFormat:
         if item.winner is not None:
             return WINNERS.index(item.winner)
         assert item.score is not None
-        return self.labels.neighbours(item.score)[0]
+        return self.labels.neighbors(item.score)[0]
 
     def read(self, text: str) -> TextVerdict:
         """Read a generated verdict; the score is None if it is outside the scale."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +212,8 @@ class SentenceEncoder:
         self.device = choose_device(device)
         self._record, self._on_text = record, on_text
         self._model = _load_encoder(folder).to(self.device)
-        self._tokenizer = Tokenizer.from_folder(folder)
+        opened = Tokenizer.from_folder(folder)
+        self._tokenizer = replace(opened, rust=deepcopy(opened.rust))  # others read without truncation
         self._tokenizer.rust.enable_truncation(longest)
 
     def record(self) -> dict[str, Any]:

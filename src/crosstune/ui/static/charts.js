@@ -4,7 +4,7 @@ import { figure, h } from "./dom.js";
 // A canvas needs the color itself, not a variable that depends on light or dark.
 const probe = h("i", { hidden: true });
 document.body.append(probe);
-const colour = (name) => { probe.style.color = `var(${name})`; return getComputedStyle(probe).color; };
+const color = (name) => { probe.style.color = `var(${name})`; return getComputedStyle(probe).color; };
 const widthOf = (texts) => 22 + 7 * Math.max(...texts.map((text) => String(text ?? "").length), 3);
 const NAMES = ["", "--blue", "--orange", "--teal", "--violet", "--pink", "--olive", "--quiet"];
 const FEW_POINTS = 12;
@@ -19,7 +19,7 @@ const drawMarks = (marks) => (u) => {
   marks.forEach((mark, place) => {
     const x = u.valToPos(mark.at, "x", true);
     if (x < left - 1 || x > left + width + 1) return;
-    ctx.strokeStyle = ctx.fillStyle = colour(mark.look === "best" ? "--orange" : mark.look === "overfit" ? "--warn" : "--quiet");
+    ctx.strokeStyle = ctx.fillStyle = color(mark.look === "best" ? "--orange" : mark.look === "overfit" ? "--warn" : "--quiet");
     if (mark.look === "overfit") {
       ctx.globalAlpha = 0.07;
       ctx.fillRect(x, top, left + width - x, height);
@@ -31,7 +31,7 @@ const drawMarks = (marks) => (u) => {
     ctx.moveTo(x, top);
     ctx.lineTo(x, top + height);
     ctx.stroke();
-    ctx.fillStyle = colour("--quiet");
+    ctx.fillStyle = color("--quiet");
     const onLeft = x > left + width / 2;
     ctx.textAlign = onLeft ? "right" : "left";
     ctx.fillText(mark.label, x + (onLeft ? -6 : 6) * dpr, top + (12 + 15 * place) * dpr);
@@ -65,8 +65,8 @@ export const makeChart = (data, { onzoom } = {}) => {
   const build = () => {
     plot?.destroy();
     const { series, marks, unit } = view();
-    const ink = colour("--quiet");
-    const grid = { stroke: colour("--grid"), width: 1 };
+    const ink = color("--quiet");
+    const grid = { stroke: color("--grid"), width: 1 };
     const size = { width: Math.max(160, box.clientWidth), height: data.wide ? 300 : 210 };
     plot = new uPlot({
       ...size,
@@ -89,11 +89,11 @@ export const makeChart = (data, { onzoom } = {}) => {
         { label: view().x_label, value: (u, at) => (at === null ? "" : at.toLocaleString("en")) },
         ...series.map((each) => ({
           label: each.label + (unit ? `, ${unit}` : ""),
-          stroke: colour(NAMES[each.colour] ?? "--blue"),
+          stroke: color(NAMES[each.color] ?? "--blue"),
           alpha: each.look === "faint" ? 0.45 : 1,
           width: each.look === "faint" ? 1 : each.look === "marked" ? 1.5 : 2,
           dash: each.look === "marked" ? [5, 4] : undefined,
-          points: { show: each.look === "marked" || each.x.length <= FEW_POINTS, size: 6, fill: colour(NAMES[each.colour] ?? "--blue") },
+          points: { show: each.look === "marked" || each.x.length <= FEW_POINTS, size: 6, fill: color(NAMES[each.color] ?? "--blue") },
           value: (u, value, place, index) => (index === null ? "" : show(value)),
         })),
       ],

@@ -164,12 +164,13 @@ const drawData = (place, { result, error }) => {
   const failed = error ? h("div", { class: "callout failed" }, h("pre", { class: "said" }, error)) : null;
   if (!result) { place.replaceChildren(failed); return; }
   const { train } = result;
-  const facts = [["read as", result.format], ["examples", train.examples], ["tokens", train.tokens], ["supervised", `${(100 * train.supervised_share).toFixed(1)} %`],
+  const facts = [["read as", result.format], ["examples", train.examples], ["tokens", train.tokens],
+    ...(train.supervised_share === undefined ? [] : [["supervised", `${(100 * train.supervised_share).toFixed(1)} %`]]), // prompts alone have none
     ["longest", train.longest], ["context", result.context_length], ["duplicates", train.duplicates], ["steps", result.num_steps]];
   place.replaceChildren(h("h2", {}, "Data ", h("small", {}, result.dataset)), failed ?? "",
     h("dl", { class: "facts" }, facts.map(([title, value]) => h("div", {}, h("dt", {}, title), h("dd", {}, typeof value === "number" ? value.toLocaleString("en") : String(value))))),
     ...(result.warnings ?? []).map((text) => h("p", { class: "callout said" }, text)),
-    h("p", { class: "quiet" }, "Only the ", h("mark", {}, "highlighted"), " text is supervised; the rest is context."),
+    train.supervised_share === undefined ? "" : h("p", { class: "quiet" }, "Only the ", h("mark", {}, "highlighted"), " text is supervised; the rest is context."),
     ...result.pieces.map((pieces, index) => h("article", {}, h("h3", {}, `Example ${index + 1}`),
       h("pre", { class: "masked", dir: "auto" }, pieces.map(([text, counts]) => (counts ? h("mark", {}, text) : text))))));
 };
