@@ -89,7 +89,7 @@ def test_a_layer_that_the_model_lacks_is_refused(
         (
             "embed_tokens,lm_head,model.norm,input_layernorm",
             False,
-            {"modules_to_save": ["embed_tokens", "lm_head", "model.norm", "input_layernorm"]},
+            {"modules_to_save": ["embed_tokens", "input_layernorm", "lm_head", "model.norm"]},
         ),
         ("lm_head", True, {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}),
     ],
