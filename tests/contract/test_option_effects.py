@@ -86,7 +86,7 @@ VALUES: Mapping[str, Any] = {
     "reward": "json", "reward_weights": "0.5",
     "num_generations": 3, "temperature": 0.4, "epsilon": 1e-6, "epsilon_high": 1e-6, "num_iterations": 2,
     "teacher_top_k": 2, "distill_beta": 0.9, "distill_temperature": 3.0, "ce_weight": 0.7, "on_policy_share": 1.0,
-    "guidance": 3.0, "columns": "prompt=text", "chat_template": "alpaca",
+    "guidance": 30.0, "columns": "prompt=text", "chat_template": "alpaca",
 }  # fmt: skip
 """Values of options that are neither flags nor choices."""
 
