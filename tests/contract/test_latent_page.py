@@ -22,7 +22,7 @@ def test_the_commands_of_the_page(shop: Workshop) -> None:
     assert "step   8/8" in followed[1]
     assert "380" in followed[2] or "train" in followed[2]
     assert "t2l_cosine" in followed[3]
-    assert "wrote" in followed[4] and np.load(shop.home / "vector.npy").shape == (1, 96)
+    assert "written" in followed[4] and np.load(shop.home / "vector.npy").shape == (1, 96)
     assert followed[5].strip()
     assert "400 pairs" in followed[6]
     assert "step  24/24" in followed[7]
