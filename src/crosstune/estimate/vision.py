@@ -315,9 +315,9 @@ class Tower:
     patch_values: int
     """The values of a patch: pixels of three colors."""
     num_parameters: int = 0
-    """Of tower and projector."""
+    """The total for tower and projector."""
     projector: int = 0
-    """Of the projector alone."""
+    """The part of the projector."""
 
     def adapters(self, rank: int) -> int:
         """Return the parameters of adapters on all linear layers: four of attention, two of the MLP."""
